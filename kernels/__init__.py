@@ -1,0 +1,1 @@
+"""Numbers: pure functions over arrays. Imports nothing else of warmkv."""

@@ -1,0 +1,1 @@
+"""The cache library: what an inference process embeds."""

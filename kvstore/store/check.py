@@ -1,0 +1,79 @@
+"""check(): every invariant of index and accounts, for tests, `warmkv verify` and the curious."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from warmkv.kvstore.store.cold import stored_bytes
+from warmkv.kvstore.store.index import Cold, Index, Record
+
+if TYPE_CHECKING:
+    from warmkv.kvstore.store.engine import Engine
+
+
+def check(engine: Engine) -> list[str]:
+    """What does not hold, in words; empty when all is well. Reads no payload."""
+    with engine.index.changed:
+        problems = check_index(engine.index)
+        ledger = engine.warm.ledger
+        warm = [record for record in engine.index.records.values() if record.warm]
+        if ledger.resident_bytes != sum(record.total_bytes for record in warm):
+            problems.append(f"resident bytes are {ledger.resident_bytes}, records sum to {sum(r.total_bytes for r in warm)}")
+        if ledger.resident_entries != len(warm):
+            problems.append(f"resident entries are {ledger.resident_entries}, there are {len(warm)}")
+        if ledger.used_bytes > ledger.budget_bytes or ledger.peak_bytes > ledger.budget_bytes:
+            problems.append(f"warm budget {ledger.budget_bytes} exceeded: {ledger.used_bytes} used, peak {ledger.peak_bytes}")
+        if min(ledger.reserved_bytes, ledger.promoting_bytes, ledger.lent_bytes) < 0:
+            problems.append(f"an account is negative: {ledger}")
+        for record in warm:
+            if os.fstat(record.fd).st_size != record.total_bytes:
+                problems.append(f"{record.id.hex()}: descriptor has another size than the record")
+        if engine.writer is not None:
+            cold = [record for record in engine.index.records.values() if record.cold == Cold.STORED]
+            total = sum(stored_bytes(record.total_bytes, record.payload_bytes) for record in cold)
+            if total != engine.writer.cold_bytes:
+                problems.append(f"cold bytes are {engine.writer.cold_bytes}, records sum to {total}")
+    return problems
+
+
+def check_index(index: Index) -> list[str]:
+    """Invariants of trees, records and orders; the index lock is held."""
+    problems: list[str] = []
+    for record in index.records.values():
+        name = record.id.hex()
+        if not record.warm and record.cold == Cold.ABSENT:
+            problems.append(f"{name} is in neither tier")
+        if record.gone or record not in record.namespace.records:
+            problems.append(f"{name} is listed but gone")
+        if (record.parent is None) != (record.start == 0):
+            problems.append(f"{name} begins at {record.start} with parent {record.parent}")
+        if record.parent is not None:
+            if record not in record.parent.children or not record.parent.start < record.start <= record.parent.end:
+                problems.append(f"{name} does not continue its parent")
+            if record.parent.id not in index.records:
+                problems.append(f"{name} builds on a record that is gone")
+        if record.warm_children != sum(child.warm for child in record.children):
+            problems.append(f"{name} miscounts its warm children")
+        if record.cold_children != sum(child.cold != Cold.ABSENT for child in record.children):
+            problems.append(f"{name} miscounts its cold children")
+        if record.warm != (record in index.warm_order) or (record.cold == Cold.STORED) != (record in index.cold_order):
+            problems.append(f"{name} is missing from an order, or in one too many")
+        problems.extend(_check_nodes(record.id.hex(), record))
+    for node in index.all_nodes():
+        if node.end <= node.start or len(node.edge) != 4 * (node.end - node.start):
+            problems.append(f"node [{node.start}, {node.end}) has {len(node.edge)} bytes of edge")
+        if not node.records and not node.children:
+            problems.append(f"node [{node.start}, {node.end}) is empty")
+    return problems
+
+
+def _check_nodes(name: str, record: Record) -> list[str]:
+    node, reached = record.node, record.end
+    if node is None or node.end != record.end:
+        return [f"{name} does not end at its node"]
+    while node is not None and node.parent is not None and node.end > record.start:
+        if record not in node.records or node.end != reached or node.start < record.start:
+            return [f"{name} is not on node [{node.start}, {node.end})"]
+        reached, node = node.start, node.parent
+    return [] if reached == record.start else [f"{name} begins inside a node"]

@@ -1,0 +1,160 @@
+"""The radix tree of one namespace and lineage: which stored tokens does a query share?
+
+Edges are runs of little-endian uint32 tokens kept as bytes, compared whole. A child is found
+by its first token; where an attachment begins, its length and digest belong to the key, so
+two images behind the same placeholder tokens are two branches. Nodes carry the records whose
+rows cover their whole span; splitting a node splits no record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from warmkv.schema.records import Attachment
+
+WIDTH = 4
+R = TypeVar("R")
+
+
+class Node(Generic[R]):
+    """Tokens [start, end) below ``parent``. ``key`` is its key among the parent's children."""
+
+    __slots__ = ("parent", "key", "start", "end", "edge", "children", "records", "attachment")
+
+    def __init__(self, parent: Node[R] | None, key: bytes, start: int, edge: bytes, attachment: Attachment | None) -> None:
+        self.parent = parent
+        self.key = key
+        self.start = start
+        self.end = start + len(edge) // WIDTH
+        self.edge = edge
+        self.children: dict[bytes, Node[R]] = {}
+        self.records: list[R] = []
+        self.attachment = attachment
+
+
+@dataclass(frozen=True, slots=True)
+class Walk(Generic[R]):
+    """Nodes along a query, the last perhaps only in part; ``matched`` tokens agree. ``stored``
+    is the id found where the query differs, None where nothing more is stored."""
+
+    nodes: tuple[Node[R], ...]
+    matched: int
+    stored: int | None
+
+
+def key_of(first: bytes, attachment: Attachment | None) -> bytes:
+    return first if attachment is None else first + attachment.length.to_bytes(8, "little") + attachment.digest
+
+
+class RadixTree(Generic[R]):
+    """See the module docstring. **Threading:** the caller holds the index lock."""
+
+    def __init__(self) -> None:
+        self.root: Node[R] = Node(None, b"", 0, b"", None)
+        self.nodes = 0
+
+    def walk(self, tokens: bytes, attachments: Sequence[Attachment] = ()) -> Walk[R]:
+        """Follow ``tokens`` as far as stored ones agree. O(length compared + nodes passed)."""
+        path: list[Node[R]] = []
+        node, at, end = self.root, 0, len(tokens)
+        pending = list(reversed(attachments))
+        while at < end:
+            here = pending.pop() if pending and pending[-1].start * WIDTH == at else None
+            child = node.children.get(key_of(tokens[at : at + WIDTH], here))
+            if child is None:
+                return Walk(tuple(path), at // WIDTH, _first_stored(node))
+            edge, stop = child.edge, at + len(child.edge)
+            path.append(child)
+            cap = pending[-1].start * WIDTH if pending else end
+            if stop > cap or not tokens.startswith(edge, at):
+                same = common_tokens(tokens, at, min(cap, end), edge)
+                differs = same * WIDTH < len(edge) and at + same * WIDTH < end
+                stored = int.from_bytes(edge[same * WIDTH : same * WIDTH + WIDTH], "little") if differs else None
+                return Walk(tuple(path), at // WIDTH + same, stored)
+            node, at = child, stop
+        return Walk(tuple(path), at // WIDTH, None)
+
+    def insert(self, tokens: bytes, attachments: Sequence[Attachment], start: int, record: R) -> Node[R]:
+        """Add ``record`` for rows [start, end) of the whole prefix ``tokens``, whose first
+        ``start`` tokens must be there already; the node that ends where the record does."""
+        walk = self.walk(tokens, attachments)
+        node = walk.nodes[-1] if walk.nodes else self.root
+        if node.start < walk.matched < node.end:
+            node = self._split(node, walk.matched)
+        at = walk.matched
+        ordered = [item for item in attachments if item.start >= at]
+        end = len(tokens) // WIDTH
+        while at < end:
+            here = ordered.pop(0) if ordered and ordered[0].start == at else None
+            stop = ordered[0].start if ordered else end
+            edge = tokens[at * WIDTH : stop * WIDTH]
+            child = Node(node, key_of(edge[:WIDTH], here), at, edge, here)
+            node.children[child.key] = child
+            self.nodes += 1
+            node, at = child, stop
+        self._attach(node, start, record)
+        return node
+
+    def _attach(self, bottom: Node[R], start: int, record: R) -> None:
+        node = bottom
+        while node.parent is not None and node.end > start:
+            if node.start < start:
+                self._split(node, start)
+            node.records.append(record)
+            node = node.parent
+
+    def remove(self, bottom: Node[R], start: int, record: R) -> None:
+        """Take ``record`` off the nodes from ``bottom`` up to ``start`` and prune what is empty."""
+        node: Node[R] | None = bottom
+        while node is not None and node.parent is not None and node.end > start:
+            node.records.remove(record)
+            node = node.parent
+        node = bottom
+        while node.parent is not None and not node.records and not node.children:
+            del node.parent.children[node.key]
+            self.nodes -= 1
+            node = node.parent
+
+    def prefix(self, bottom: Node[R], end: int) -> tuple[bytes, tuple[Attachment, ...]]:
+        """Tokens [0, end) on the path to ``bottom`` and the attachments that begin among them."""
+        edges: list[bytes] = []
+        found: list[Attachment] = []
+        node: Node[R] | None = bottom
+        while node is not None and node.parent is not None:
+            edges.append(node.edge)
+            if node.attachment is not None and node.start < end:
+                found.append(node.attachment)
+            node = node.parent
+        return b"".join(reversed(edges))[: end * WIDTH], tuple(reversed(found))
+
+    def _split(self, node: Node[R], at: int) -> Node[R]:
+        """Cut ``node`` at position ``at``; the new upper part. The lower keeps its identity, so
+        that whoever remembers the node a record ends at stays right."""
+        cut = (at - node.start) * WIDTH
+        assert node.parent is not None
+        upper: Node[R] = Node(node.parent, node.key, node.start, node.edge[:cut], node.attachment)
+        upper.records = list(node.records)
+        node.parent.children[upper.key] = upper
+        node.parent, node.attachment, node.start, node.edge = upper, None, at, node.edge[cut:]
+        node.key = node.edge[:WIDTH]
+        upper.children[node.key] = node
+        self.nodes += 1
+        return upper
+
+
+def common_tokens(tokens: bytes, at: int, end: int, edge: bytes) -> int:
+    """How many leading tokens of ``edge`` equal ``tokens[at:end]``."""
+    count = min(end - at, len(edge)) // WIDTH
+    ours = np.frombuffer(tokens, "<u4", count, at)
+    theirs = np.frombuffer(edge, "<u4", count)
+    differing = np.flatnonzero(ours != theirs)
+    return int(differing[0]) if differing.size else count
+
+
+def _first_stored(node: Node[R]) -> int | None:
+    key = next(iter(node.children), None)
+    return None if key is None else int.from_bytes(key[:WIDTH], "little")

@@ -1,0 +1,82 @@
+"""Removal and pinning: what users ask to be dropped or kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from warmkv.kvstore.store.index import Index, Record
+from warmkv.kvstore.store.warm import WarmTier
+from warmkv.kvstore.store.write_behind import WriteBehind
+from warmkv.schema import messages as m
+from warmkv.schema.records import Lineage, NamespaceKey, check_attachments, unpack_attachments
+
+
+class Removal:
+    """**Threading:** every method wants the index lock free. Returns when the bytes are gone
+    from both tiers."""
+
+    def __init__(
+        self, index: Index, warm: WarmTier, writer: WriteBehind | None, *,
+        wall_ns: Callable[[], int] = time.time_ns,
+    ) -> None:  # fmt: skip
+        self._index = index
+        self._warm = warm
+        self._writer = writer
+        self._wall_ns = wall_ns
+
+    def forget(self, request: m.Forget) -> m.Forgotten:
+        """Drop the records along the tokens that nothing else builds on, deepest first."""
+        attachments = check_attachments(unpack_attachments(request.attachments), len(request.tokens))
+        dropped: list[Record] = []
+        with self._index.changed:
+            found = self._index.find(request.namespace, Lineage(request.lineage), request.tokens.tobytes(), attachments)
+            along = {record for node in found.walk.nodes for record in node.records} if found.walk else set()
+            for record in sorted(along, key=lambda item: item.end, reverse=True):
+                if record.end <= found.matched and not record.children:
+                    dropped.append(record)
+                    self._drop(record)
+        return self._finish(dropped)
+
+    def clear(self, keys: Iterable[NamespaceKey]) -> m.Forgotten:
+        """Drop everything in these namespaces."""
+        dropped: list[Record] = []
+        with self._index.changed:
+            for key in keys:
+                namespace = self._index.namespaces.get(key)
+                if namespace is None:
+                    continue
+                for record in sorted(namespace.records, key=lambda item: item.start, reverse=True):
+                    dropped.append(record)
+                    self._drop(record)
+                self._index.namespaces.pop(key, None)
+        return self._finish(dropped)
+
+    def pin(self, request: m.Pin) -> m.Pinned:
+        """Keep the chain of the tokens until ``ttl_ms`` from now; 0 ends its pins."""
+        attachments = check_attachments(unpack_attachments(request.attachments), len(request.tokens))
+        until = self._wall_ns() + request.ttl_ms * 1_000_000 if request.ttl_ms else 0
+        with self._index.changed:
+            found = self._index.find(request.namespace, Lineage(request.lineage), request.tokens.tobytes(), attachments)
+            record = self._index.covering(found.walk, found.held) if found.walk and found.held else None
+            for link in self._index.chain_of(record) if record else ():
+                link.pinned_until_ns = min(until, 2**63 - 1)
+                self._index.touched.add(link)
+            self._index.changed.notify_all()
+        return m.Pinned(found.held if record else 0)
+
+    def _drop(self, record: Record) -> None:
+        if self._writer is not None:
+            self._writer.discard(record)
+        if record.warm:
+            self._warm.evict(record)
+        if not record.gone:
+            self._index.drop(record)
+
+    def _finish(self, dropped: list[Record]) -> m.Forgotten:
+        self._warm.reap()
+        if self._writer is not None and dropped:
+            self._writer.flush(None)
+        with self._index.changed:
+            self._index.changed.notify_all()
+        return m.Forgotten(len(dropped), sum(record.total_bytes for record in dropped))

@@ -1,0 +1,106 @@
+"""The warm tier: sealed memfds within a budget.
+
+Room is made before anything is accepted. A dirty record (not yet on disk, on its way there)
+is waited for, a bounded time; what cannot be waited for is `Busy`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+
+from warmkv.kvstore.store.index import Cold, Index, Record
+from warmkv.kvstore.store.ledger import Ledger
+from warmkv.kvstore.store.policy import Candidate, plan_eviction
+from warmkv.schema.errors import Busy, TooLarge
+
+
+class WarmTier:
+    """**Threading:** every method but `reap` wants the index lock held; `reap` wants it free,
+    since closing the last descriptor of a memfd gives its pages back and takes milliseconds."""
+
+    def __init__(
+        self, index: Index, budget_bytes: int, budget_entries: int, busy_timeout_s: float, *,
+        clock: Callable[[], float] = time.monotonic, wall_ns: Callable[[], int] = time.time_ns,
+    ) -> None:  # fmt: skip
+        self.ledger = Ledger(budget_bytes, budget_entries)
+        self.evictions = 0
+        self._index = index
+        self._busy_timeout_s = busy_timeout_s
+        self._clock = clock
+        self._wall_ns = wall_ns
+        self._doomed: list[int] = []
+        self._lent: dict[Record, int] = {}
+
+    def make_room(self, wanted_bytes: int) -> None:
+        """Evict until ``wanted_bytes`` and one entry more fit. Raises TooLarge or Busy; then
+        nothing was evicted that would not have been enough."""
+        ledger = self.ledger
+        if wanted_bytes > ledger.budget_bytes or ledger.budget_entries < 1:
+            raise TooLarge(f"{wanted_bytes} bytes do not fit the warm budget of {ledger.budget_bytes} bytes")
+        deadline = self._clock() + self._busy_timeout_s
+        while True:
+            excess = max(ledger.excess_bytes(wanted_bytes), int(ledger.full_of_entries))
+            if not excess:
+                return
+            victims = plan_eviction(self._candidates(), excess)
+            if victims is not None:
+                for record in victims:
+                    self.evict(record)
+                continue
+            remaining = deadline - self._clock()
+            if remaining <= 0 or not self._waiting_helps():
+                raise Busy(f"{excess} bytes more than can be evicted now are wanted: the rest is leased, pinned or being written")
+            self._index.changed.wait(min(remaining, 0.5))
+
+    def admit(self, record: Record, fd: int) -> None:
+        """Take ownership of ``fd`` as the record's container. Room was made before."""
+        self._index.set_warm(record, fd)
+        self.ledger.resident_bytes += record.total_bytes
+        self.ledger.resident_entries += 1
+        self.ledger.note_peak()
+
+    def evict(self, record: Record) -> None:
+        """Let the record go from this tier; from the index too where no other copy is. Its
+        descriptor is closed by the next `reap`."""
+        self._doomed.append(record.fd)
+        self._index.set_warm(record, -1)
+        self.ledger.resident_bytes -= record.total_bytes
+        self.ledger.resident_entries -= 1
+        self.evictions += 1
+        if record.leases:
+            self._lent[record] = record.total_bytes
+            self.ledger.lent_bytes += record.total_bytes
+        if record.cold == Cold.ABSENT and not record.gone:
+            self._index.drop(record)
+
+    def unlend(self, record: Record) -> None:
+        """The last lease of a record ended: what was lent of it is no more."""
+        self.ledger.lent_bytes -= self._lent.pop(record, 0)
+
+    def reap(self) -> None:
+        """Close the descriptors of evicted containers. The index lock must not be held."""
+        while self._doomed:
+            try:
+                fd = self._doomed.pop()
+            except IndexError:
+                return
+            os.close(fd)
+
+    def leased(self, record: Record) -> bool:
+        now = self._clock()
+        return any(deadline > now for deadline in record.leases.values())
+
+    def _candidates(self) -> Iterator[Candidate[Record]]:
+        now_ns = self._wall_ns()
+        for record in self._index.warm_order:
+            dirty = record.cold in (Cold.QUEUED, Cold.WRITING)
+            keep = dirty or record.pinned_until_ns > now_ns or self.leased(record)
+            children = record.warm_children if record.cold == Cold.STORED else len(record.children)
+            yield Candidate(record, record.parent, record.total_bytes, children, keep)
+
+    def _waiting_helps(self) -> bool:
+        return any(record.cold in (Cold.QUEUED, Cold.WRITING) for record in self._index.warm_order) or bool(
+            self.ledger.promoting_bytes
+        )

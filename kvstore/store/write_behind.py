@@ -1,0 +1,255 @@
+"""Write-behind: one thread that commits what the warm tier accepted, parents before children.
+
+It also makes room in the cold tier and carries usage there in batches. A record that cannot
+be written stays in the warm tier only, with the reason; whoever waits for it is told.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from warmkv.kvstore.store.cold import TRANSACTION_BYTES, ColdTier, WriteItem, stored_bytes
+from warmkv.kvstore.store.index import Cold, Index, Record
+from warmkv.kvstore.store.policy import Candidate, plan_eviction
+from warmkv.kvstore.store.warm import WarmTier
+from warmkv.schema.errors import Busy, ClosedError, ColdFull, WarmKVError
+from warmkv.schema.lmdb_records import NamespaceRecord, Usage
+from warmkv.schema.records import RecordId
+
+log = logging.getLogger(__name__)
+
+
+class WriteBehind:
+    """**Threading:** `enqueue`, `wait_durable` and `discard` want the index lock held."""
+
+    def __init__(
+        self, index: Index, warm: WarmTier, cold: ColdTier, usage_interval_s: float, *, wall_ns: Callable[[], int] = time.time_ns
+    ) -> None:
+        self.evictions = 0
+        self.failures = 0
+        self.cold_bytes = sum(stored_bytes(r.total_bytes, r.payload_bytes) for r in index.cold_order)
+        self._index = index
+        self._warm = warm
+        self._cold = cold
+        self._usage_interval_s = usage_interval_s
+        self._wall_ns = wall_ns
+        self._queue: deque[Record] = deque()
+        self._deletions: list[RecordId] = []
+        self._usage_wanted = 0
+        self._usage_done = 0
+        self._busy = False
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="warmkv-writer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write what is queued, carry usage over, end the thread. The lock must not be held."""
+        with self._index.changed:
+            self._stopping = True
+            self._index.changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def enqueue(self, record: Record) -> None:
+        """Queue the record and whatever it builds on that is in the warm tier only."""
+        if self._stopping:
+            return
+        for link in self._index.chain_of(record):
+            if link.cold == Cold.ABSENT and link.warm:
+                self._index.set_cold(link, Cold.QUEUED)
+                self._queue.append(link)
+        self._index.changed.notify_all()
+
+    def discard(self, record: Record) -> None:
+        """Take a record off the disk. One being written now is deleted once it was."""
+        if record.cold == Cold.STORED:
+            self.cold_bytes -= stored_bytes(record.total_bytes, record.payload_bytes)
+            self._deletions.append(record.id)
+        self._index.set_cold(record, Cold.ABSENT)
+        self._index.changed.notify_all()
+
+    def carry_usage(self, timeout_s: float) -> None:
+        """Commit anchors and usage now instead of with the next batch. Raises Busy."""
+        self._usage_wanted += 1
+        wanted = self._usage_wanted
+        self._index.changed.notify_all()
+        if not self._index.changed.wait_for(lambda: self._usage_done >= wanted, timeout_s):
+            raise Busy(f"anchors were not committed within {timeout_s} s")
+
+    def wait_durable(self, record: Record, timeout_s: float) -> None:
+        """Until the record and all it builds on are committed. Raises ColdFull, Busy, ClosedError."""
+        if not self._index.changed.wait_for(lambda: record.cold in (Cold.STORED, Cold.ABSENT) or record.gone, timeout_s):
+            raise Busy(f"not committed within {timeout_s} s; the rows are held in memory")
+        if record.cold != Cold.STORED or record.gone:
+            if self._stopping:
+                raise ClosedError("the store was closed before the save was committed")
+            raise ColdFull(record.cold_error or "the record was dropped before it was committed")
+
+    def flush(self, timeout_s: float | None) -> bool:
+        """Wait until nothing is queued, written or to be deleted. The lock must not be held."""
+        with self._index.changed:
+            return self._index.changed.wait_for(lambda: not (self._queue or self._busy or self._deletions), timeout_s)
+
+    # -- the thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        next_usage = time.monotonic() + self._usage_interval_s
+        while True:
+            with self._index.changed:
+                self._index.changed.wait_for(self._has_work, max(0.0, next_usage - time.monotonic()))
+                batch = self._take()
+                deletions, self._deletions = self._deletions, []
+                victims = self._make_room(batch)
+                self._busy = bool(batch or deletions or victims)
+                stopping = self._stopping and not self._busy and not self._queue
+                usage_wanted = self._usage_wanted
+            try:
+                self._guard(partial(self._cold.delete, victims + deletions))
+                if batch:
+                    self._write(batch)
+            finally:
+                self._warm.reap()
+                with self._index.changed:
+                    self._busy = False
+                    self._index.changed.notify_all()
+            if stopping or usage_wanted > self._usage_done or time.monotonic() >= next_usage:
+                self._guard(self._carry_usage)
+                next_usage = time.monotonic() + self._usage_interval_s
+                with self._index.changed:
+                    self._usage_done = usage_wanted
+                    self._index.changed.notify_all()
+            if stopping:
+                return
+
+    def _has_work(self) -> bool:
+        return bool(self._queue or self._deletions or self._stopping or self._usage_wanted > self._usage_done)
+
+    def _take(self) -> list[Record]:
+        """Queued records up to one transaction's worth, marked as being written; lock held."""
+        batch: list[Record] = []
+        size = 0
+        while self._queue and (not batch or size + self._queue[0].total_bytes <= TRANSACTION_BYTES):
+            record = self._queue.popleft()
+            if record.gone or record.cold != Cold.QUEUED or not record.warm:
+                continue
+            parent = record.parent
+            if parent is not None and parent.cold not in (Cold.STORED, Cold.WRITING):
+                self._fail(record, f"what it builds on is not on disk: {parent.cold_error}")
+                continue
+            self._index.set_cold(record, Cold.WRITING)
+            batch.append(record)
+            size += record.total_bytes
+        return batch
+
+    def _make_room(self, batch: list[Record]) -> list[RecordId]:
+        """Plan and enter cold evictions for a batch; lock held. Batch records that cannot fit
+        fail and leave the batch."""
+        wanted = sum(stored_bytes(record.total_bytes, record.payload_bytes) for record in batch)
+        victims = plan_eviction(self._candidates(), self.cold_bytes + wanted - self._cold.budget_bytes)
+        if victims is None and len(batch) > 1:
+            for record in reversed(batch[1:]):
+                self._index.set_cold(record, Cold.QUEUED)
+                self._queue.appendleft(record)
+            del batch[1:]
+            return self._make_room(batch)
+        if victims is None:
+            self._fail(batch.pop(), f"{wanted} bytes do not fit the cold budget of {self._cold.budget_bytes} bytes")
+            return []
+        for record in victims:
+            self.cold_bytes -= stored_bytes(record.total_bytes, record.payload_bytes)
+            self._index.set_cold(record, Cold.ABSENT)
+            self.evictions += 1
+            if not record.warm:
+                self._index.drop(record)
+        return [record.id for record in victims]
+
+    def _candidates(self) -> Iterator[Candidate[Record]]:
+        now_ns = self._wall_ns()
+        for record in self._index.cold_order:
+            keep = record.promotion is not None or record.pinned_until_ns > now_ns
+            children = record.cold_children if record.warm else len(record.children)
+            yield Candidate(record, record.parent, stored_bytes(record.total_bytes, record.payload_bytes), children, keep)
+
+    def _write(self, batch: list[Record]) -> None:
+        with self._index.changed:
+            batch = [record for record in batch if record.warm and not record.gone]
+            items = [self._item(record) for record in batch]
+            counter = self._index.counter
+        error = ""
+        try:
+            if items:
+                self._cold.write(items, counter)
+        except WarmKVError as exc:
+            error = str(exc)
+        except Exception as exc:  # noqa: BLE001 - the writer must live; the save is told
+            log.exception("write-behind failed")
+            error = f"{type(exc).__name__}: {exc}"
+        finally:
+            for item in items:
+                os.close(item.fd)
+        with self._index.changed:
+            for record in batch:
+                if error:
+                    self._fail(record, error)
+                elif record.gone or record.cold != Cold.WRITING:
+                    self._deletions.append(record.id)
+                else:
+                    self._index.set_cold(record, Cold.STORED)
+                    self._index.cold_order.move_to_end(record, last=True)
+                    self.cold_bytes += stored_bytes(record.total_bytes, record.payload_bytes)
+            if not error:
+                self._restore_order(batch)
+            self._index.changed.notify_all()
+
+    def _restore_order(self, batch: list[Record]) -> None:
+        """Newly stored records entered the cold order last; what they build on goes behind them."""
+        for record in batch:
+            if record.cold != Cold.STORED:
+                continue
+            for link in reversed(self._index.chain_of(record)):
+                if link in self._index.cold_order:
+                    self._index.cold_order.move_to_end(link)
+
+    def _item(self, record: Record) -> WriteItem:
+        namespace = record.namespace
+        about = NamespaceRecord(namespace.owner_uid, namespace.share, namespace.identity, namespace.created_ns)
+        fd = fcntl.fcntl(record.fd, fcntl.F_DUPFD_CLOEXEC, 0)
+        usage = Usage(record.last_used, record.hits, record.pinned_until_ns)
+        return WriteItem(record.id, namespace.key, about, fd, record.total_bytes, usage, tuple(record.anchors.values()))
+
+    def _fail(self, record: Record, reason: str) -> None:
+        if record.gone:
+            return
+        self.failures += 1
+        record.cold_error = reason
+        self._index.set_cold(record, Cold.ABSENT)
+        log.warning("segment %s stays in memory only: %s", record.id.hex(), reason)
+        if not record.warm:
+            self._index.drop(record)
+
+    def _carry_usage(self) -> None:
+        with self._index.changed:
+            stored = [record for record in self._index.touched if record.cold == Cold.STORED]
+            rows = [
+                (r.id, Usage(r.last_used, r.hits, r.pinned_until_ns), tuple(r.anchors.values())) for r in stored
+            ]  # fmt: skip
+            self._index.touched.clear()
+            counter = self._index.counter
+        if rows:
+            self._cold.write_usage(rows, counter)
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:  # noqa: BLE001 - the writer must live
+            self.failures += 1
+            log.exception("write-behind housekeeping failed")

@@ -1,0 +1,357 @@
+"""The verbs a user calls, over any session: embedded store and client share this code.
+
+Bad input of the caller raises here, before anything is contacted. What the other side then
+answers or fails to answer goes through `_failed`: the embedded store raises, the client turns
+it into a miss.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Literal, TypeVar
+
+from warmkv.kvstore import rows as source
+from warmkv.kvstore.restored import Restored, restore
+from warmkv.kvstore.results import Forgotten, Match, Offer, Saved
+from warmkv.kvstore.rows import LayerRows
+from warmkv.kvstore.save_queue import SaveQueue
+from warmkv.kvstore.session import Session
+from warmkv.schema import messages as m
+from warmkv.schema.errors import ClosedError, OfferAgain, RecordError, WarmKVError
+from warmkv.schema.identity import Identity
+from warmkv.schema.records import (
+    CLEAN,
+    ROOT,
+    Anchor,
+    Attachment,
+    Lineage,
+    NamespaceKey,
+    Tokens,
+    TokensLike,
+    as_tokens,
+    check_attachments,
+    pack_anchors,
+    pack_attachments,
+)
+
+Ack = Literal["memory", "disk"]
+At = Literal["longest", "anchor"]
+_ACKS = {"memory": m.ACK_MEMORY, "disk": m.ACK_DISK}
+_ATS = {"longest": m.AT_LONGEST, "anchor": m.AT_ANCHOR}
+#: A save offers again when what it builds on was evicted meanwhile; then it gives up.
+SAVE_ROUNDS = 3
+SAVE_QUEUE = 8
+#: Allowance for a container's head and alignment beside tokens and planes.
+HEAD_BYTES = 16384
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Query:
+    identity: Identity
+    tokens: Tokens
+    attachments: tuple[Attachment, ...]
+    lineage: Lineage
+
+    @property
+    def packed(self) -> bytes:
+        return pack_attachments(self.attachments)
+
+
+class Verbs(ABC):
+    """match, restore, prefetch, offer, save, pin, forget and stats over one session.
+
+    **Threading:** every method may be called from any thread. ``share`` names a declared shared
+    namespace; empty means the caller's own."""
+
+    def __init__(self, session: Session, *, share: str = "") -> None:
+        self._session = session
+        self._share = share
+        self._namespaces: OrderedDict[bytes, NamespaceKey] = OrderedDict()
+        self._lock = threading.Lock()
+        self._queue: SaveQueue | None = None
+        self._closed = False
+
+    # -- what differs between store and client ------------------------------------------
+
+    @abstractmethod
+    def _failed(self, exc: WarmKVError) -> str:
+        """Raise ``exc``, or return the reason that a miss or a given-up save carries."""
+
+    # -- asking --------------------------------------------------------------------------
+
+    def match(
+        self, identity: Identity, ids: TokensLike, *, attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN,
+        at: At = "longest",
+    ) -> Match:  # fmt: skip
+        """How many of ``ids`` are known and from how many a model could resume. Moves nothing.
+
+        Raises RecordError for ids or attachments that cannot be."""
+        query = self._query(identity, ids, attachments, lineage)
+        try:
+            key = self._namespace(identity)
+            reply = self._session.match(m.Match(key, lineage, query.tokens, query.packed, _ATS[at]))
+        except WarmKVError as exc:
+            return self._miss(query, exc)
+        return Match.of(reply, identity, query.attachments, lineage)
+
+    def restore(
+        self, target: Match | Identity, ids: TokensLike, *, attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN,
+        at: At = "longest", verify: bool = False, writable: bool = False,
+    ) -> Restored:  # fmt: skip
+        """State of the longest usable prefix of ``ids``, mapped into this process.
+
+        ``target`` is an identity, or a Match of the same ids, whose attachments and lineage then
+        count. ``verify`` checks every payload byte; ``writable`` maps private pages that may be
+        written (the store never sees it). A miss comes back as a false Restored."""
+        limit = 0
+        if isinstance(target, Match):
+            identity, attachments, lineage, limit = target.identity, target.attachments, target.lineage, target.usable
+            if limit == 0:
+                return Restored(target)
+        else:
+            identity = target
+        query = self._query(identity, ids, attachments, lineage)
+        try:
+            key = self._namespace(identity)
+            grant = self._session.acquire(m.Acquire(key, lineage, query.tokens, query.packed, _ATS[at], limit))
+            match = Match.of(grant.reply, identity, query.attachments, lineage)
+            if match.usable > len(query.tokens):
+                grant.release()
+                raise RecordError(f"{match.usable} usable tokens were announced for {len(query.tokens)}")
+            return restore(grant, match, key, query.tokens, verify=verify, writable=writable)
+        except WarmKVError as exc:
+            return Restored(self._miss(query, exc))
+
+    def prefetch(
+        self, identity: Identity, ids: TokensLike, *, attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN
+    ) -> Match:
+        """Bring what a later restore of ``ids`` needs into the warm tier."""
+        query = self._query(identity, ids, attachments, lineage)
+        try:
+            reply = self._session.prefetch(m.Prefetch(self._namespace(identity), lineage, query.tokens, query.packed))
+        except WarmKVError as exc:
+            return self._miss(query, exc)
+        return Match.of(reply, identity, query.attachments, lineage)
+
+    # -- saving --------------------------------------------------------------------------
+
+    def offer(
+        self, identity: Identity, ids: TokensLike, *, attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN,
+        fields: Sequence[bytes] = (),
+    ) -> Offer:  # fmt: skip
+        """What of ``ids`` is held, hence need not be computed, read back or sent.
+
+        Unlike `match` it counts whole rows up to len(ids). ``fields`` are digests of frozen
+        quantisation fields, for formats that have them."""
+        query = self._query(identity, ids, attachments, lineage)
+        try:
+            reply = self._session.offer(self._offer(query, self._namespace(identity), fields, 0))
+        except WarmKVError as exc:
+            self._failed(exc)
+            return Offer(0, ROOT, 0, 0, 0)
+        return Offer(reply.held, reply.parent, reply.reservation, reply.reserved_bytes, reply.epoch)
+
+    def save(
+        self, identity: Identity, ids: TokensLike, records: Sequence[LayerRows], *, ack: Ack = "memory",
+        anchors: Iterable[Anchor] = (), attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN,
+        fields: Sequence[bytes] = (),
+    ) -> Saved:  # fmt: skip
+        """Store the rows of ``ids``; only those not yet held are read and sent.
+
+        **Durability:** returns once the rows are in the warm tier (``ack="memory"``: survives
+        this process) or once they and all rows before them are committed to disk
+        (``ack="disk"``: survives the daemon and the machine's reboot).
+
+        Raises RecordError (layer and plane named) or UnsupportedError before anything is sent."""
+        prepared = self._prepare(identity, ids, records, ack, anchors, attachments, lineage)
+        return self._save(*prepared, fields)
+
+    def save_async(
+        self, identity: Identity, ids: TokensLike, records: Sequence[LayerRows], *, ack: Ack = "memory",
+        anchors: Iterable[Anchor] = (), attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN,
+        fields: Sequence[bytes] = (),
+    ) -> Future[Saved]:  # fmt: skip
+        """`save` on a background thread. Never waits: when too many saves are queued this one is
+        given up and says so. The arrays of ``records`` must not change until it is done."""
+        prepared = self._prepare(identity, ids, records, ack, anchors, attachments, lineage)
+        with self._lock:
+            self._require_open()
+            if self._queue is None:
+                self._queue = SaveQueue(SAVE_QUEUE)
+            queue = self._queue
+        return queue.submit(lambda: self._save(*prepared, fields))
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until every queued save_async is done; False when the time ran out first."""
+        queue = self._queue
+        return queue is None or queue.join(timeout_s)
+
+    def _save(self, query: _Query, by_layer: dict[int, LayerRows], ack: int, anchors: bytes, fields: Sequence[bytes]) -> Saved:
+        try:
+            key = self._namespace(query.identity)
+            for round_ in range(SAVE_ROUNDS):
+                try:
+                    return self._save_once(query, key, by_layer, ack, anchors, fields)
+                except OfferAgain:
+                    if round_ == SAVE_ROUNDS - 1:
+                        raise
+            raise AssertionError("unreachable")
+        except RecordError:
+            raise
+        except WarmKVError as exc:
+            return Saved(False, reason=self._failed(exc))
+
+    def _save_once(
+        self, query: _Query, key: NamespaceKey, by_layer: dict[int, LayerRows], ack: int, anchors: bytes, fields: Sequence[bytes]
+    ) -> Saved:
+        offer = self._session.offer(self._offer(query, key, fields, source.row_bytes_of(query.identity)))
+        if offer.held >= len(query.tokens):
+            note = m.Annotate(key, query.lineage, query.tokens, query.packed, ack, anchors, offer.reservation)
+            done = self._session.annotate(note)
+            return Saved(True, done.id, done.held, offer.held, 0, True, done.durable)
+        container = source.write_segment(
+            query.identity, key, query.lineage, offer.parent, offer.held, query.tokens, query.attachments, by_layer
+        )
+        try:
+            done = self._session.commit(m.Commit(key, offer.epoch, offer.reservation, ack, anchors), container.fd)
+        finally:
+            container.close()
+        return Saved(True, done.id, done.held, offer.held, container.total_bytes, done.duplicate, done.durable)
+
+    def _prepare(
+        self, identity: Identity, ids: TokensLike, records: Sequence[LayerRows], ack: Ack, anchors: Iterable[Anchor],
+        attachments: Iterable[Attachment], lineage: Lineage,
+    ) -> tuple[_Query, dict[int, LayerRows], int, bytes]:  # fmt: skip
+        query = self._query(identity, ids, attachments, lineage)
+        source.require_served(identity)
+        named = tuple(anchors)
+        for anchor in named:
+            if not 0 < anchor.position <= len(query.tokens):
+                raise RecordError(f"anchor at {anchor.position} lies outside the {len(query.tokens)} tokens")
+            if any(item.start < anchor.position < item.end for item in query.attachments):
+                raise RecordError(f"anchor at {anchor.position} lies inside an attachment")
+        if ack not in _ACKS:
+            raise RecordError(f"ack is {ack!r}, expected 'memory' or 'disk'")
+        return query, source.check_rows(identity, records, len(query.tokens)), _ACKS[ack], pack_anchors(named)
+
+    # -- keeping and dropping ------------------------------------------------------------
+
+    def pin(
+        self,
+        identity: Identity,
+        ids: TokensLike,
+        ttl_s: float,
+        *,
+        attachments: Iterable[Attachment] = (),
+        lineage: Lineage = CLEAN,
+    ) -> int:
+        """Keep what is held of ``ids`` from eviction for ``ttl_s`` seconds; tokens pinned."""
+        if not 0 < ttl_s < 2**40:
+            raise RecordError(f"a pin of {ttl_s} seconds is none; expected more than 0")
+        return self._pin(identity, ids, max(1, int(ttl_s * 1000)), attachments, lineage)
+
+    def unpin(
+        self, identity: Identity, ids: TokensLike, *, attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN
+    ) -> int:
+        """End the pins along ``ids``; tokens that were held."""
+        return self._pin(identity, ids, 0, attachments, lineage)
+
+    def _pin(self, identity: Identity, ids: TokensLike, ttl_ms: int, attachments: Iterable[Attachment], lineage: Lineage) -> int:
+        query = self._query(identity, ids, attachments, lineage)
+        try:
+            key = self._namespace(identity)
+            return self._session.pin(m.Pin(key, lineage, query.tokens, query.packed, ttl_ms)).held
+        except WarmKVError as exc:
+            self._failed(exc)
+            return 0
+
+    def forget(
+        self, identity: Identity, ids: TokensLike, *, attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN
+    ) -> Forgotten:
+        """Drop, in both tiers, what of ``ids`` no other stored prefix needs."""
+        query = self._query(identity, ids, attachments, lineage)
+        try:
+            done = self._session.forget(m.Forget(self._namespace(identity), lineage, query.tokens, query.packed))
+        except WarmKVError as exc:
+            self._failed(exc)
+            return Forgotten(0, 0)
+        return Forgotten(done.records, done.total_bytes)
+
+    def clear(self, identity: Identity | None = None) -> Forgotten:
+        """Drop the namespace of ``identity``, or everything this user stored."""
+        key = b"" if identity is None else self._namespace(identity)
+        done = self._session.clear(m.Clear(key, identity is None))
+        return Forgotten(done.records, done.total_bytes)
+
+    def report(self, verb: str, **arguments: object) -> dict[str, object]:
+        """An administrative report ("stats", "ls", "show", "verify", "status"). Raises on failure."""
+        document = self._session.report(m.Report(verb, json.dumps(arguments).encode()))
+        loaded: dict[str, object] = json.loads(document.json)
+        return loaded
+
+    def stats(self) -> dict[str, object]:
+        """Counters, sizes and budgets of the store. Raises where there is no store to ask."""
+        return self.report("stats")
+
+    # -- life ----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Finish queued saves and let go of the session. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            queue = self._queue
+        if queue is not None:
+            queue.close()
+        self._session.close()
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # -- shared pieces -------------------------------------------------------------------
+
+    def _query(self, identity: Identity, ids: TokensLike, attachments: Iterable[Attachment], lineage: Lineage) -> _Query:
+        self._require_open()
+        tokens = as_tokens(ids)
+        if len(lineage) != 16:
+            raise RecordError(f"lineage has {len(lineage)} bytes, expected 16")
+        return _Query(identity, tokens, check_attachments(attachments, len(tokens)), lineage)
+
+    def _offer(self, query: _Query, key: NamespaceKey, fields: Sequence[bytes], row_bytes: int) -> m.Offer:
+        packed = b"".join(fields)
+        if len(packed) != 16 * len(fields):
+            raise RecordError("a field digest has 16 bytes")
+        planes = sum(len(layer.planes) for layer in query.identity.layers)
+        fixed = HEAD_BYTES + 8 * len(query.tokens) + 128 * planes if row_bytes else 0
+        return m.Offer(key, query.lineage, query.tokens, query.packed, packed, row_bytes, fixed)
+
+    def _namespace(self, identity: Identity) -> NamespaceKey:
+        data = identity.canonical()
+        key = self._namespaces.get(data)
+        if key is None:
+            key = self._session.open(data, self._share)
+            with self._lock:
+                self._namespaces[data] = key
+                while len(self._namespaces) > 64:
+                    self._namespaces.popitem(last=False)
+        return key
+
+    def _miss(self, query: _Query, exc: WarmKVError) -> Match:
+        reason = self._failed(exc)
+        return replace(Match(query.identity), reason=reason, attachments=query.attachments, lineage=query.lineage)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{type(self).__name__} is closed")

@@ -1,0 +1,1 @@
+"""Bytes: what is on disk and on the wire. Imports nothing else of warmkv."""

@@ -1,0 +1,1 @@
+"""Output of flatc; see VERSION. Never edited by hand."""

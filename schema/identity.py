@@ -1,0 +1,304 @@
+"""Identity: everything that decides whether stored numbers fit a model.
+
+No field has a default: a field nobody filled in is an error at construction, "none" is a
+value, nothing is a wildcard. Two identities with equal canonical bytes may share state; any
+difference at all is another namespace, hence a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from functools import cached_property
+from typing import Any
+
+from warmkv.schema import canonical
+from warmkv.schema.errors import FormatError, IdentityError
+
+IDENTITY_VERSION = 1
+MAX_IDENTITY_BYTES = 1 << 20
+
+#: RoPE regimes whose rows are a function of position alone.
+ROPE_KINDS = frozenset({"none", "default", "linear", "llama3", "yarn", "longrope-short", "longrope-long", "mrope"})
+#: RoPE regimes whose rows depend on how the sequence came to its length.
+PATH_DEPENDENT_ROPE = frozenset({"dynamic", "dynamic-ntk", "longrope"})
+
+
+class LayerKind(IntEnum):
+    """What a layer keeps; `kvstore.resume` derives from it where the layer can resume."""
+
+    FULL = 1
+    SLIDING = 2
+    CHUNKED = 3
+    SINK_WINDOW = 4
+    RING = 5
+    CONV = 6
+    RECURRENT = 7
+    NYSTROM = 8
+    OPAQUE = 9
+    ENCODER = 10
+    SHARED = 11
+    HYBRID = 12
+
+
+class PlaneFormat(IntEnum):
+    """How the numbers of a plane are written. Numbers are final; a new format takes a new one."""
+
+    F32 = 1
+    F16 = 2
+    BF16 = 3
+    RAW = 4
+    Q8_2F = 5
+    Q8_0 = 6
+    Q5_1 = 7
+    Q4_0 = 8
+    FP8_E4M3FN = 9
+    FP8_E4M3FNUZ = 10
+    FP8_E5M2 = 11
+    FP8_E5M2FNUZ = 12
+    TQ_KEY = 13
+    TQ_VALUE = 14
+    TQ3 = 15
+
+
+class PlaneRole(IntEnum):
+    """Which quantity of a layer a plane holds."""
+
+    KEY = 1
+    VALUE = 2
+    LATENT = 3
+    INDEXER_KEY = 4
+    CONV = 5
+    RECURRENT = 6
+    RING = 7
+    NYSTROM = 8
+    BLOB = 9
+    IMPORTANCE = 10
+    LOGITS = 11
+    FIELD = 12
+
+
+#: Bytes of one element, for formats whose elements stand alone.
+ELEMENT_BYTES = {PlaneFormat.F32: 4, PlaneFormat.F16: 2, PlaneFormat.BF16: 2, PlaneFormat.RAW: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSpec:
+    """One plane of a layer: role, format and the shape of one row (heads, head size)."""
+
+    role: PlaneRole
+    format: PlaneFormat
+    row_shape: tuple[int, ...]
+    parameters: str = "none"
+
+    def canonical(self) -> canonical.Value:
+        return (int(self.role), int(self.format), tuple(self.row_shape), self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """Kind and geometry of one layer. ``window`` W means a query sees itself and W-1 rows
+    before it; ``shared_with`` is the layer whose rows are used, or -1."""
+
+    kind: LayerKind
+    planes: tuple[PlaneSpec, ...]
+    window: int = 0
+    chunk: int = 0
+    sinks: int = 0
+    shared_with: int = -1
+
+    def canonical(self) -> canonical.Value:
+        planes = tuple(plane.canonical() for plane in self.planes)
+        return (int(self.kind), planes, self.window, self.chunk, self.sinks, self.shared_with)
+
+    def validate(self, index: int) -> None:
+        where = f"layer {index} ({self.kind.name})"
+        windowed = self.kind in (LayerKind.SLIDING, LayerKind.SINK_WINDOW)
+        if windowed and self.window < 1:
+            raise IdentityError(f"{where}: window is {self.window}, expected at least 1")
+        if self.kind == LayerKind.CHUNKED and self.chunk < 1:
+            raise IdentityError(f"{where}: chunk is {self.chunk}, expected at least 1")
+        if (self.kind == LayerKind.SHARED) != (self.shared_with >= 0):
+            raise IdentityError(f"{where}: shared_with is {self.shared_with}")
+        if self.kind != LayerKind.SHARED and not self.planes:
+            raise IdentityError(f"{where}: no planes")
+        for plane in self.planes:
+            if not 1 <= len(plane.row_shape) <= 4 or min(plane.row_shape) < 1 or max(plane.row_shape) >= 2**32:
+                raise IdentityError(f"{where}: row shape {plane.row_shape} of plane {plane.role.name} is not 1-4 sizes")
+        if len({plane.role for plane in self.planes}) != len(self.planes):
+            raise IdentityError(f"{where}: two planes of one role")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """An active adapter: digest of its content and the scale in force. Names do not count."""
+
+    digest: bytes
+    scale: float
+
+    def canonical(self) -> canonical.Value:
+        return (self.digest, self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeRegime:
+    """Rotary embedding as resolved for the length at hand. ``frequencies`` is a digest of the
+    inverse frequencies in use (or b"none"); ``kind`` one of ROPE_KINDS."""
+
+    kind: str
+    base: float
+    attention_scaling: float
+    rotary_dim: int
+    original_max_tokens: int
+    frequencies: bytes
+
+    def canonical(self) -> canonical.Value:
+        return (self.kind, self.base, self.attention_scaling, self.rotary_dim, self.original_max_tokens, self.frequencies)
+
+    def validate(self) -> None:
+        if self.kind in PATH_DEPENDENT_ROPE:
+            raise IdentityError(f"RoPE kind {self.kind!r} is refused: its rows depend on how the sequence reached its length")
+        if self.kind not in ROPE_KINDS:
+            raise IdentityError(f"unknown RoPE kind {self.kind!r}; known: {', '.join(sorted(ROPE_KINDS))}")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Place of this process in a tensor- and pipeline-parallel group."""
+
+    rank: int
+    world: int
+    stage: int
+    stages: int
+
+    def canonical(self) -> canonical.Value:
+        return (self.rank, self.world, self.stage, self.stages)
+
+    def validate(self) -> None:
+        if not (0 <= self.rank < self.world and 0 <= self.stage < self.stages):
+            raise IdentityError(f"topology rank {self.rank}/{self.world}, stage {self.stage}/{self.stages} is impossible")
+
+
+SINGLE = Topology(0, 1, 0, 1)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """See the module docstring. Digest fields are 16 to 64 bytes, or b"none".
+
+    ``parameters`` covers parameters and buffers as they are in memory; ``settings`` the
+    remaining switches of the model (configuration, per-module options); ``tenant`` is a digest
+    of the tenant's salt."""
+
+    architecture: str
+    parameters: bytes
+    settings: bytes
+    adapters: tuple[AdapterRef, ...]
+    layers: tuple[LayerSpec, ...]
+    compute_dtype: str
+    attention: str
+    layout: str
+    rope: RopeRegime
+    tokenizer: bytes
+    runtime: str
+    runtime_state_version: str
+    topology: Topology
+    tenant: bytes
+
+    def __post_init__(self) -> None:
+        for name in ("architecture", "compute_dtype", "attention", "layout", "runtime", "runtime_state_version"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise IdentityError(f"identity field {name} is {value!r}; expected text, 'none' where there is none")
+        for name in ("parameters", "settings", "tokenizer", "tenant"):
+            _check_digest(name, getattr(self, name))
+        if self.parameters == b"none":
+            raise IdentityError("identity field parameters is 'none'; expected a digest of the tensors in memory")
+        for adapter in self.adapters:
+            _check_digest("adapters", adapter.digest)
+            if adapter.digest == b"none":
+                raise IdentityError("an adapter without a content digest cannot be told from another")
+        if not self.layers:
+            raise IdentityError("identity has no layers")
+        for index, layer in enumerate(self.layers):
+            layer.validate(index)
+            if layer.shared_with >= len(self.layers) or layer.shared_with == index:
+                raise IdentityError(f"layer {index} shares with layer {layer.shared_with}, which it cannot")
+        _check_digest("rope.frequencies", self.rope.frequencies)
+        self.rope.validate()
+        self.topology.validate()
+
+    def fields(self) -> dict[str, canonical.Value]:
+        """Field name to canonical value, in the order of the canonical bytes."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+    def canonical(self) -> bytes:
+        """The bytes the fingerprint is computed over."""
+        return self._canonical
+
+    @cached_property
+    def _canonical(self) -> bytes:
+        body = tuple((name, value) for name, value in self.fields().items())
+        data = canonical.encode(("identity", IDENTITY_VERSION, body))
+        if len(data) > MAX_IDENTITY_BYTES:
+            raise IdentityError(f"identity takes {len(data)} bytes, at most {MAX_IDENTITY_BYTES} are allowed")
+        return data
+
+    @classmethod
+    def from_canonical(cls, data: bytes) -> Identity:
+        """Inverse of `canonical`. Raises FormatError or IdentityError on anything else."""
+        if len(data) > MAX_IDENTITY_BYTES:
+            raise FormatError(f"identity of {len(data)} bytes, at most {MAX_IDENTITY_BYTES} are allowed")
+        try:
+            decoded: Any = canonical.decode(data)
+            tag, version, body = decoded
+            if tag != "identity" or version != IDENTITY_VERSION:
+                raise FormatError(f"identity version {version!r}, expected {IDENTITY_VERSION}")
+            values: dict[str, Any] = dict(body)
+            if list(values) != [f.name for f in fields(cls)]:
+                raise FormatError(f"identity fields {list(values)} are not those of version {IDENTITY_VERSION}")
+            identity = cls(**{name: _UNPACK.get(name, _same)(value) for name, value in values.items()})
+        except (TypeError, ValueError, KeyError) as exc:
+            raise FormatError(f"identity bytes do not spell an identity: {exc}") from exc
+        if identity.canonical() != data:
+            raise FormatError("identity bytes are not in canonical form")
+        return identity
+
+
+def first_difference(ours: Identity, theirs: Identity) -> str | None:
+    """Name of the first field in which two identities differ."""
+    theirs_fields = theirs.fields()
+    return next((name for name, value in ours.fields().items() if value != theirs_fields[name]), None)
+
+
+def _check_digest(name: str, value: object) -> None:
+    if not isinstance(value, bytes) or (value != b"none" and not 16 <= len(value) <= 64):
+        raise IdentityError(f"identity field {name} is {value!r}; expected a digest of 16-64 bytes, or b'none'")
+
+
+def _plain(value: object) -> canonical.Value:
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, (AdapterRef, LayerSpec, RopeRegime, Topology)):
+        return value.canonical()
+    assert isinstance(value, (str, bytes, int, float))
+    return value
+
+
+def _same(value: object) -> object:
+    return value
+
+
+def _layer(value: Any) -> LayerSpec:
+    kind, planes, window, chunk, sinks, shared = value
+    specs = tuple(PlaneSpec(PlaneRole(r), PlaneFormat(f), shape, p) for r, f, shape, p in planes)
+    return LayerSpec(LayerKind(kind), specs, window, chunk, sinks, shared)
+
+
+_UNPACK: dict[str, Callable[[Any], Any]] = {
+    "adapters": lambda value: tuple(AdapterRef(*item) for item in value),
+    "layers": lambda value: tuple(_layer(item) for item in value),
+    "rope": lambda value: RopeRegime(*value),
+    "topology": lambda value: Topology(*value),
+}

@@ -1,0 +1,344 @@
+"""Wire messages as frozen dataclasses, and their FlatBuffers spelling.
+
+Each class mirrors one table of ``fbs/wire.fbs``; the annotation of a field picks its spelling.
+The in-process engine and the socket speak in these same objects.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Union
+
+import flatbuffers
+import numpy as np
+import numpy.typing as npt
+
+from warmkv.schema import flat
+from warmkv.schema.errors import FormatError
+from warmkv.schema.generated import wire_generated as gen
+from warmkv.schema.records import MAX_TOKENS, NamespaceKey, RecordId, Tokens
+
+#: Largest body a peer may announce: the longest prompt, twice, with room for the rest.
+MAX_BODY_BYTES = 4 * MAX_TOKENS + (4 << 20)
+MAX_FDS = 250
+#: Packed rows of Acquired.spans: which rows [start, end) each passed descriptor contributes.
+SPAN_DTYPE = np.dtype([("id", "u1", (16,)), ("start", "<u8"), ("end", "<u8"), ("container_bytes", "<u8")])
+
+AT_LONGEST, AT_ANCHOR = 0, 1
+ACK_MEMORY, ACK_DISK = 0, 1
+TIER_NONE, TIER_WARM, TIER_COLD = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of a client: the protocol versions it speaks."""
+
+    version_min: int
+    version_max: int
+    client: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The version chosen, the daemon's epoch, and the uid it took the client for."""
+
+    version: int
+    epoch: int
+    server: str
+    max_body_bytes: int
+    uid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Announce an identity on this connection (canonical bytes). Creates nothing."""
+
+    identity: bytes
+    share: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    namespace: NamespaceKey
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How much of these tokens is known, and from where one could resume."""
+
+    namespace: NamespaceKey
+    lineage: bytes
+    tokens: Tokens
+    attachments: bytes = b""
+    at: int = AT_LONGEST
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    matched: int = 0
+    usable: int = 0
+    tier: int = TIER_NONE
+    segments: int = 0
+    total_bytes: int = 0
+    load_us: int = 0
+    anchors: bytes = b""
+    diff_position: int = -1
+    diff_query: int = 0
+    diff_stored: int = 0
+    reason: str = ""
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Acquire:
+    """Match, lease and promote in one round; the reply carries descriptors. ``limit`` > 0 asks
+    for at most that many tokens."""
+
+    namespace: NamespaceKey
+    lineage: bytes
+    tokens: Tokens
+    attachments: bytes = b""
+    at: int = AT_LONGEST
+    limit: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired(Matched):
+    lease: int = 0
+    promoted_bytes: int = 0
+    spans: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Promote what a later Acquire will want; hands out nothing."""
+
+    namespace: NamespaceKey
+    lineage: bytes
+    tokens: Tokens
+    attachments: bytes = b""
+    at: int = AT_LONGEST
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """End leases. One-way: there is no reply."""
+
+    leases: npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What of these tokens is held? ``row_bytes`` per missing token plus ``fixed_bytes`` are
+    reserved for the upload."""
+
+    namespace: NamespaceKey
+    lineage: bytes
+    tokens: Tokens
+    attachments: bytes = b""
+    fields: bytes = b""
+    row_bytes: int = 0
+    fixed_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    held: int
+    parent: RecordId
+    reservation: int
+    reserved_bytes: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Take the sealed container passed with this message. Answered when ``ack`` is reached."""
+
+    namespace: NamespaceKey
+    epoch: int
+    reservation: int
+    ack: int = ACK_MEMORY
+    anchors: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Annotate:
+    """A save with nothing to send: name anchors, and wait until what is held reaches ``ack``."""
+
+    namespace: NamespaceKey
+    lineage: bytes
+    tokens: Tokens
+    attachments: bytes = b""
+    ack: int = ACK_MEMORY
+    anchors: bytes = b""
+    reservation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    id: RecordId
+    held: int
+    stored_bytes: int
+    duplicate: bool
+    durable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Keep the chain of these tokens for ``ttl_ms``; 0 unpins."""
+
+    namespace: NamespaceKey
+    lineage: bytes
+    tokens: Tokens
+    attachments: bytes = b""
+    ttl_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Drop, in both tiers, what of this prefix no other prefix needs."""
+
+    namespace: NamespaceKey
+    lineage: bytes
+    tokens: Tokens
+    attachments: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Drop a whole namespace, or everything this peer may write."""
+
+    namespace: bytes = b""
+    everything: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    records: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """An administrative question; ``arguments`` is a JSON object."""
+
+    verb: str
+    arguments: bytes = b"{}"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    json: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The request failed; ``code`` is that of the error class (schema/errors.py)."""
+
+    code: int
+    message: str
+    retryable: bool
+
+
+Message = Union[
+    Hello, Welcome, Open, Opened, Match, Matched, Acquire, Acquired, Prefetch, Release, Offer, Offered, Commit,
+    Annotate, Committed, Pin, Pinned, Forget, Clear, Forgotten, Report, Document, Fault,
+]  # fmt: skip
+CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(Message)}
+
+#: Byte fields of a fixed length.
+_SIZES = {"namespace": (0, 16), "lineage": (16,), "parent": (16,), "id": (16,)}
+
+
+def _spelling(cls: type[Any]) -> tuple[tuple[str, str, Callable[..., None]], ...]:
+    """(field, kind, generated setter) for each field of a message class."""
+    hints = typing.get_type_hints(cls)
+    rows = []
+    for item in fields(cls):
+        hint = hints[item.name]
+        kind = "scalar" if hint in (int, bool) else "text" if hint is str else "array"
+        if hint is bytes or getattr(hint, "__supertype__", None) is bytes:
+            kind = "bytes"
+        camel = "".join(part.capitalize() for part in item.name.split("_"))
+        rows.append((item.name, kind, getattr(gen, f"{cls.__name__}Add{camel}")))
+    return tuple(rows)
+
+
+SPELLINGS = {cls: _spelling(cls) for cls in CLASSES.values()}
+
+
+def encode(message: Message, request_id: int) -> bytes:
+    """Body of a frame. Raises FormatError for a value its field cannot hold."""
+    name = type(message).__name__
+    rows = SPELLINGS[type(message)]
+    tokens = getattr(message, "tokens", None)
+    builder = flatbuffers.Builder(512 + (tokens.nbytes if tokens is not None else 0))
+    offsets: dict[str, int] = {}
+    for item, kind, _ in rows:
+        value = getattr(message, item)
+        if kind == "bytes":
+            offsets[item] = flat.put_bytes(builder, value)
+        elif kind == "text":
+            offsets[item] = builder.CreateString(value)
+        elif kind == "array":
+            offsets[item] = flat.put_array(builder, value)
+    try:
+        getattr(gen, f"{name}Start")(builder)
+        for item, kind, add in rows:
+            add(builder, getattr(message, item) if kind == "scalar" else offsets[item])
+        body = getattr(gen, f"{name}End")(builder)
+        gen.MessageStart(builder)
+        gen.MessageAddId(builder, request_id)
+        gen.MessageAddBodyType(builder, getattr(gen.Body, name))
+        gen.MessageAddBody(builder, body)
+        builder.Finish(gen.MessageEnd(builder))
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise FormatError(f"{name} has a value its field cannot hold: {exc}") from exc
+    return bytes(builder.Output())
+
+
+_NAMES = {value: name for name, value in vars(gen.Body).items() if isinstance(value, int) and value}
+
+
+def decode(body: bytes) -> tuple[int, Message]:
+    """Request id and message of a frame's body. Raises FormatError; never reads outside it."""
+    if not 16 <= len(body) <= MAX_BODY_BYTES:
+        raise FormatError(f"message body has {len(body)} bytes, expected 16..{MAX_BODY_BYTES}")
+    with flat.reading("message"):
+        root = gen.Message.GetRootAs(body, 0)
+        name = _NAMES.get(root.BodyType())
+        union = root.Body()
+        if name is None or union is None:
+            raise FormatError(f"message type {root.BodyType()} is unknown")
+        table = getattr(gen, name)()
+        table.Init(union.Bytes, union.Pos)
+        cls = CLASSES[name]
+        values = {item: _read(table, item, kind) for item, kind, _ in SPELLINGS[cls]}
+        return root.Id(), cls(**values)
+
+
+def _read(table: Any, item: str, kind: str) -> object:
+    camel = "".join(part.capitalize() for part in item.split("_"))
+    if kind == "scalar":
+        return getattr(table, camel)()
+    if kind == "text":
+        return flat.text(getattr(table, camel)())
+    array = flat.vector(getattr(table, camel + "AsNumpy")(), "u1")
+    if kind == "array":
+        if not array.size:
+            return np.zeros(0, "<u8" if item == "leases" else "<u4")
+        if array.size > MAX_TOKENS:
+            raise FormatError(f"{item}: {array.size} elements, at most {MAX_TOKENS} are allowed")
+        return array
+    data = array.tobytes()
+    if item in _SIZES and len(data) not in _SIZES[item]:
+        raise FormatError(f"{item} has {len(data)} bytes, expected {_SIZES[item]}")
+    return data

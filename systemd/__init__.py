@@ -1,0 +1,1 @@
+"""Service units, shipped as package data."""

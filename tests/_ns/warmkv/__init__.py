@@ -1,0 +1,1 @@
+../../../kvstore/_top/__init__.py
