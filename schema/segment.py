@@ -12,6 +12,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import lru_cache
 from typing import Union
 
 import flatbuffers
@@ -19,7 +20,7 @@ import numpy as np
 import xxhash
 
 from warmkv.schema import flat
-from warmkv.schema.errors import DigestError, FormatError, TooNewError
+from warmkv.schema.errors import DigestError, FormatError, RecordError, TooNewError
 from warmkv.schema.generated import container_generated as gen
 from warmkv.schema.records import (
     ALIGNMENT,
@@ -46,6 +47,8 @@ PAYLOAD_ALIGNMENT = 4096
 PREAMBLE = struct.Struct("<8sHHBBHIQQ16s12s")
 MAX_HEADER_BYTES = 96 << 20
 MAX_PAYLOAD_BYTES = 1 << 44
+#: Headers up to this size are remembered after decoding (see `_read_header`).
+REMEMBERED_HEADER_BYTES = 256 << 10
 assert PREAMBLE.size == 64
 
 
@@ -133,9 +136,14 @@ def payload_digests(payload: memoryview | bytes) -> bytes:
 
 def encode_head(header: Header, payload_bytes: int) -> bytes:
     """Preamble and header. The length depends on counts only, not on digests, so a writer may
-    lay out the payload first and encode the final head afterwards."""
+    lay out the payload first and encode the final head afterwards.
+
+    Raises RecordError for a value its field cannot hold."""
     is_segment = isinstance(header, SegmentHeader)
-    body = _encode_segment(header) if isinstance(header, SegmentHeader) else _encode_state(header)
+    try:
+        body = _encode_segment(header) if isinstance(header, SegmentHeader) else _encode_state(header)
+    except (TypeError, ValueError, OverflowError, struct.error) as exc:
+        raise RecordError(f"{type(header).__name__} has a value its field cannot hold: {exc}") from exc
     kind = ContainerKind.SEGMENT if is_segment else ContainerKind.STATE
     offset = align(PREAMBLE.size + len(body), PAYLOAD_ALIGNMENT)
     fields = (MAGIC, MAJOR, MINOR, int(kind), 0, 0, len(body), offset, payload_bytes)
@@ -166,10 +174,20 @@ def decode_head(data: bytes | memoryview, container_bytes: int | None = None) ->
         raise FormatError(f"payload begins at {offset}, expected {align(end, PAYLOAD_ALIGNMENT)}")
     if container_bytes is not None and container_bytes != offset + payload_bytes:
         raise FormatError(f"container has {container_bytes} bytes, its head describes {offset + payload_bytes}")
+    read = _read_header if len(body) <= REMEMBERED_HEADER_BYTES else _read_header.__wrapped__
+    return Head(read(kind, body, payload_bytes), end, offset, payload_bytes)
+
+
+@lru_cache(maxsize=256)
+def _read_header(kind: int, body: bytes, payload_bytes: int) -> Header:
+    """The checked header behind ``body``. The same segments are mapped again and again, hence
+    the memory; it compares whole bodies, so one header never stands in for another."""
     with flat.reading("container header"):
         header: Header = _decode_segment(body) if kind == ContainerKind.SEGMENT else _decode_state(body)
     _check_header(header, payload_bytes)
-    return Head(header, end, offset, payload_bytes)
+    if isinstance(header, SegmentHeader):
+        header.tokens.flags.writeable = False
+    return header
 
 
 def _check_preamble(data: bytes) -> tuple:  # type: ignore[type-arg]
@@ -240,7 +258,7 @@ def _encode_segment(header: SegmentHeader) -> bytes:
     namespace = flat.put_bytes(builder, header.namespace)
     lineage = flat.put_bytes(builder, header.lineage)
     parent = flat.put_bytes(builder, header.parent)
-    tokens = flat.put_array(builder, header.tokens)
+    tokens = flat.put_array(builder, header.tokens, "<u4")
     attachments = flat.put_bytes(builder, pack_attachments(header.attachments))
     planes = flat.put_bytes(builder, pack_planes(header.planes))
     digests = flat.put_bytes(builder, header.digests)
