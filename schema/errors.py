@@ -220,5 +220,7 @@ def error_from_code(code: int, message: str) -> WarmKVError:
     """The exception a peer meant. An unknown code becomes a plain WarmKVError that keeps it."""
     cls = BY_CODE.get(code)
     if cls is None:
-        return WarmKVError(f"error {code} of a newer peer: {message}")
+        error = WarmKVError(f"error {code} of a newer peer: {message}")
+        error.code = code
+        return error
     return cls(message)

@@ -1,0 +1,1 @@
+"""The warmkv process: one store served over a Unix socket."""

@@ -1,0 +1,188 @@
+"""The daemon's configuration, and the only place of the daemon that reads the environment.
+
+A value comes from the first of: command-line flag, ``WARMKV_*`` variable, TOML file, default.
+Every rejection names the value, what was expected and where the value came from.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from warmkv.kvstore.paths import default_config_path, default_socket_path, default_store_path
+from warmkv.schema.errors import ConfigError
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+MAX_BYTES = 1 << 60
+MAX_SECONDS = 7 * 86400.0
+_UNITS = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40,
+    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What a daemon runs with. Sizes in bytes, None for the store's own default and 0 for
+    "tier off"; times in seconds.
+
+    ``allow_uids`` may connect besides the daemon's own uid. ``notify_socket`` is where a service
+    manager awaits readiness, or empty. ``unknown_variables`` names WARMKV_* variables nothing reads."""
+
+    socket: Path
+    store: Path
+    warm_bytes: int | None = None
+    cold_bytes: int | None = None
+    max_connections: int = 256
+    allow_uids: tuple[int, ...] = ()
+    frame_timeout_s: float = 30.0
+    send_timeout_s: float = 30.0
+    stop_timeout_s: float = 10.0
+    flush_timeout_s: float = 60.0
+    lease_ttl_s: float = 300.0
+    reservation_ttl_s: float = 60.0
+    busy_timeout_s: float = 5.0
+    log_level: str = "info"
+    source: Path | None = None
+    notify_socket: str = ""
+    unknown_variables: tuple[str, ...] = ()
+
+
+def parse_size(value: object) -> int:
+    """Bytes of ``2GiB``, ``500 MB``, ``4096`` or 4096. Raises ValueError with what was expected."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str) and value.lstrip().startswith("-"):
+        raise ValueError("a size is not negative")
+    elif isinstance(value, str) and (found := _SIZE.match(value)) and found[2].lower() in _UNITS:
+        size = int(float(found[1]) * _UNITS[found[2].lower()]) if "." in found[1] else int(found[1]) * _UNITS[found[2].lower()]
+    else:
+        raise ValueError("expected a number of bytes, or a number with KiB, MiB, GiB, TiB, kB, MB, GB or TB")
+    if not 0 <= size <= MAX_BYTES:
+        raise ValueError(f"expected 0 to {MAX_BYTES} bytes")
+    return size
+
+
+def _budget(value: object) -> int | None:
+    return None if value == "auto" else parse_size(value)
+
+
+def _number(low: int, high: int) -> Callable[[object], int]:
+    def parse(value: object) -> int:
+        if isinstance(value, str) and value.strip().isdigit():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise ValueError(f"expected a whole number from {low} to {high}")
+        return value
+
+    return parse
+
+
+def _seconds(value: object) -> float:
+    try:
+        number = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= MAX_SECONDS:
+        raise ValueError(f"expected more than 0 and at most {MAX_SECONDS:.0f} seconds")
+    return number
+
+
+def _path(value: object) -> Path:
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or "\0" in os.fspath(value):
+        raise ValueError("expected a path")
+    return Path(value).expanduser().absolute()
+
+
+def _level(value: object) -> str:
+    if not isinstance(value, str) or value.lower() not in LOG_LEVELS:
+        raise ValueError(f"expected one of {', '.join(LOG_LEVELS)}")
+    return value.lower()
+
+
+def _uids(value: object) -> tuple[int, ...]:
+    items: object = [part for part in value.replace(",", " ").split() if part] if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)):
+        raise ValueError("expected a list of user ids")
+    one = _number(0, 2**32 - 2)
+    return tuple(sorted({one(item) for item in items}))
+
+
+#: Every setting: its parser. Flags, variables and keys of the file share these names.
+SETTINGS: dict[str, Callable[[object], object]] = {
+    "socket": _path,
+    "store": _path,
+    "warm_bytes": _budget,
+    "cold_bytes": _budget,
+    "max_connections": _number(1, 100_000),
+    "allow_uids": _uids,
+    "frame_timeout_s": _seconds,
+    "send_timeout_s": _seconds,
+    "stop_timeout_s": _seconds,
+    "flush_timeout_s": _seconds,
+    "lease_ttl_s": _seconds,
+    "reservation_ttl_s": _seconds,
+    "busy_timeout_s": _seconds,
+    "log_level": _level,
+}
+#: Variables that belong to the client, to the search for the file, or to shell completion.
+_OTHER_VARIABLES = frozenset({"WARMKV_DISABLE", "WARMKV_CONFIG"})
+
+
+def variable(name: str) -> str:
+    """Name of the environment variable of a setting."""
+    return f"WARMKV_{name.upper()}"
+
+
+def load(flags: Mapping[str, object], config: Path | None = None, environ: Mapping[str, str] | None = None) -> Config:
+    """The configuration in force. ``flags`` holds settings given on the command line (None: not
+    given), ``config`` a file that must exist; without it ``$WARMKV_CONFIG``, then the user's
+    configuration directory is looked at. Raises ConfigError."""
+    env = os.environ if environ is None else environ
+    source, table = _file(config, env)
+    values: dict[str, object] = {"socket": default_socket_path(env), "store": default_store_path()}
+    for name, parse in SETTINGS.items():
+        if flags.get(name) is not None:
+            values[name] = _parsed(parse, flags[name], f"option --{name.replace('_', '-')}")
+        elif env.get(variable(name), "") != "":
+            values[name] = _parsed(parse, env[variable(name)], f"environment variable {variable(name)}")
+        elif name in table:
+            values[name] = _parsed(parse, table[name], f"key {name} of {source}")
+    known = {variable(name) for name in SETTINGS} | _OTHER_VARIABLES
+    unknown = tuple(sorted(name for name in env if name.startswith("WARMKV_") and name not in known))
+    notify = env.get("NOTIFY_SOCKET", "")
+    return Config(**values, source=source, notify_socket=notify, unknown_variables=unknown)  # type: ignore[arg-type]
+
+
+def _parsed(parse: Callable[[object], object], value: object, where: str) -> object:
+    try:
+        return parse(value)
+    except ValueError as exc:
+        raise ConfigError(f"{where} is {value!r}: {exc}") from exc
+
+
+def _file(config: Path | None, env: Mapping[str, str]) -> tuple[Path | None, dict[str, object]]:
+    """The configuration file in force and its top-level table."""
+    named = config or (Path(env["WARMKV_CONFIG"]) if env.get("WARMKV_CONFIG") else None)
+    path = named or default_config_path()
+    try:
+        table = tomllib.loads(path.read_bytes().decode("utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        if named is None:
+            return None, {}
+        raise ConfigError(f"configuration file {path} does not exist") from exc
+    except OSError as exc:
+        raise ConfigError(f"configuration file {path} cannot be read: {exc.strerror}") from exc
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        raise ConfigError(f"configuration file {path} is not TOML: {exc}") from exc
+    unknown = sorted(set(table) - set(SETTINGS))
+    if unknown:
+        raise ConfigError(f"configuration file {path}: unknown key {unknown[0]!r}; known: {', '.join(SETTINGS)}")
+    return path, table

@@ -1,0 +1,390 @@
+"""The session: pooled connections, repeated questions, leases and reservations."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from warmkv.daemon.testing import PATIENCE_S, ServedEngine, eventually
+from warmkv.kvstore.client.pool import KEEP
+from warmkv.kvstore.client.session import RemoteSession
+from warmkv.kvstore.store.engine import Engine
+from warmkv.schema import errors
+from warmkv.schema import messages as m
+from warmkv.schema.identity import Identity
+
+KEY = bytes(16)
+TOKENS = np.arange(4, dtype="<u4")
+MATCH = m.Match(KEY, KEY, TOKENS)
+Scripted = Callable[[Callable[[Any], None]], Any]
+
+
+def answer(line: Any) -> m.Message | None:
+    """Answer one request as a daemon that has nothing; the request."""
+    asked = line.hear()
+    replies: dict[type, m.Message] = {
+        m.Match: m.Matched(usable=line.number),
+        m.Open: m.Opened(KEY),
+        m.Offer: m.Offered(0, KEY, 1000 + line.number, 10, 9),
+        m.Commit: m.Committed(KEY, 4, 1, False, False),
+        m.Annotate: m.Committed(KEY, 4, 1, False, False),
+        m.Acquire: m.Acquired(lease=50 + line.number),
+        m.Report: m.Document(b"{}"),
+    }
+    if type(asked) in replies:
+        line.say(replies[type(asked)])
+    return asked  # type: ignore[no-any-return]
+
+
+def serve(line: Any) -> None:
+    line.greet()
+    while answer(line) is not None:
+        pass
+
+
+@pytest.fixture
+def session(socket_path: Path) -> Any:
+    made = RemoteSession(socket_path, timeout_s=PATIENCE_S)
+    yield made
+    made.close()
+
+
+# -- one connection dies -------------------------------------------------------------------
+
+
+def test_a_connection_is_used_again(scripted: Scripted, session: RemoteSession) -> None:
+    with scripted(serve) as daemon:
+        for _ in range(5):
+            session.match(MATCH)
+        assert daemon.connections == 1
+        session.close()
+
+
+def test_a_question_on_a_dead_pooled_connection_is_asked_again(scripted: Scripted, session: RemoteSession) -> None:
+    gone = threading.Event()
+
+    def script(line: Any) -> None:
+        if line.number == 0:
+            line.greet()
+            answer(line)
+            line.channel.close()
+            gone.set()
+        else:
+            serve(line)
+
+    with scripted(script) as daemon:
+        assert session.match(MATCH).usable == 0
+        assert gone.wait(PATIENCE_S)
+        assert session.match(MATCH).usable == 1
+        assert daemon.connections == 2
+        session.close()
+
+
+def test_a_question_is_asked_again_once_only(scripted: Scripted, session: RemoteSession) -> None:
+    def script(line: Any) -> None:
+        line.greet()
+        if line.number == 0:
+            answer(line)
+        line.hear()
+
+    with scripted(script) as daemon:
+        session.match(MATCH)
+        with pytest.raises(errors.DaemonUnavailable):
+            session.match(MATCH)
+        assert daemon.connections == 2
+
+
+def test_a_question_on_a_fresh_connection_is_not_asked_again(scripted: Scripted, session: RemoteSession) -> None:
+    def script(line: Any) -> None:
+        line.greet()
+        line.hear()
+
+    with scripted(script) as daemon:
+        with pytest.raises(errors.DaemonUnavailable):
+            session.match(MATCH)
+        assert daemon.connections == 1
+
+
+def test_a_question_whose_answer_began_is_not_asked_again(scripted: Scripted, session: RemoteSession) -> None:
+    def script(line: Any) -> None:
+        line.greet()
+        answer(line)
+        line.hear()
+        line.channel.socket.sendall(b"\1")
+
+    with scripted(script) as daemon:
+        session.match(MATCH)
+        with pytest.raises(errors.DaemonUnavailable):
+            session.match(MATCH)
+        assert daemon.connections == 1
+
+
+def test_a_lost_commit_is_a_failure(scripted: Scripted, session: RemoteSession) -> None:
+    commits = []
+
+    def script(line: Any) -> None:
+        line.greet()
+        answer(line)
+        commits.append(line.hear())
+
+    with scripted(script) as daemon, open(os.devnull, "rb") as file:
+        session.match(MATCH)
+        with pytest.raises(errors.DaemonUnavailable):
+            session.commit(m.Commit(KEY, 9, 0), file.fileno())
+        assert daemon.connections == 1
+    assert len(commits) == 1
+
+
+# -- namespaces ----------------------------------------------------------------------------
+
+
+def test_a_namespace_is_announced_on_every_connection_that_needs_it(scripted: Scripted, session: RemoteSession) -> None:
+    heard: list[tuple[int, str]] = []
+
+    def script(line: Any) -> None:
+        line.greet()
+        while (asked := answer(line)) is not None:
+            heard.append((line.number, type(asked).__name__))
+            if len(heard) == 2:
+                return
+
+    with scripted(script):
+        assert session.open(b"identity", "") == KEY
+        session.match(MATCH)
+        session.match(MATCH)
+        session.match(MATCH)
+        session.close()
+    assert heard == [(0, "Open"), (0, "Match"), (1, "Open"), (1, "Match"), (1, "Match")]
+
+
+def test_a_namespace_the_daemon_forgot_is_announced_again(scripted: Scripted, session: RemoteSession) -> None:
+    heard: list[str] = []
+
+    def script(line: Any) -> None:
+        line.greet()
+        while (asked := line.hear()) is not None:
+            heard.append(type(asked).__name__)
+            if heard.count("Match") == 1 and isinstance(asked, m.Match):
+                line.say(m.Fault(errors.UnknownNamespace.code, "who?", False))
+            else:
+                line.say(m.Opened(KEY) if isinstance(asked, m.Open) else m.Matched(usable=1))
+
+    with scripted(script):
+        session.open(b"identity", "")
+        assert session.match(MATCH).usable == 1
+        session.close()
+    assert heard == ["Open", "Match", "Open", "Match"]
+
+
+def test_a_namespace_nobody_announced_stays_unknown(served: ServedEngine, session: RemoteSession) -> None:
+    with pytest.raises(errors.UnknownNamespace):
+        session.match(MATCH)
+
+
+# -- leases --------------------------------------------------------------------------------
+
+
+def acquire() -> m.Acquire:
+    return m.Acquire(KEY, KEY, TOKENS)
+
+
+def test_a_lease_is_given_back_while_nothing_else_is_asked(scripted: Scripted, session: RemoteSession) -> None:
+    released = threading.Event()
+
+    def script(line: Any) -> None:
+        line.greet()
+        answer(line)
+        asked = line.hear()
+        assert isinstance(asked, m.Release) and asked.leases.tolist() == [50]
+        released.set()
+
+    with scripted(script):
+        session.acquire(acquire()).release()
+        assert released.wait(PATIENCE_S)
+
+
+def test_a_lease_that_ends_during_a_call_is_given_back_after_it(scripted: Scripted, session: RemoteSession) -> None:
+    busy, go_on, released = threading.Event(), threading.Event(), threading.Event()
+
+    def script(line: Any) -> None:
+        line.greet()
+        answer(line)
+        assert isinstance(line.hear(), m.Match)
+        busy.set()
+        assert go_on.wait(PATIENCE_S)
+        line.say(m.Matched())
+        assert isinstance(line.hear(), m.Release)
+        released.set()
+
+    with scripted(script):
+        grant = session.acquire(acquire())
+        asking = threading.Thread(target=session.match, args=(MATCH,))
+        asking.start()
+        assert busy.wait(PATIENCE_S)
+        grant.release()  # returns at once: the connection is in use
+        go_on.set()
+        asking.join(PATIENCE_S)
+        assert released.wait(PATIENCE_S)
+
+
+def test_a_lease_that_ends_in_a_finalizer_under_the_pools_lock_is_not_lost(scripted: Scripted, session: RemoteSession) -> None:
+    released = threading.Event()
+
+    def script(line: Any) -> None:
+        line.greet()
+        answer(line)
+        assert isinstance(line.hear(), m.Release)
+        released.set()
+        while answer(line) is not None:
+            pass
+
+    with scripted(script):
+        grant = session.acquire(acquire())
+        with session._pool._lock:
+            grant.release()  # must neither wait nor send
+        session.match(MATCH)
+        assert released.wait(PATIENCE_S)
+        session.close()
+
+
+def test_a_lease_that_ends_after_closing_is_nothing(scripted: Scripted, session: RemoteSession) -> None:
+    with scripted(serve):
+        grant = session.acquire(acquire())
+        session.close()
+        grant.release()
+        with pytest.raises(errors.ClosedError):
+            session.match(MATCH)
+
+
+# -- reservations --------------------------------------------------------------------------
+
+
+def offer() -> m.Offer:
+    return m.Offer(KEY, KEY, TOKENS, row_bytes=1)
+
+
+def test_a_commit_goes_where_its_offer_went_and_others_keep_off(scripted: Scripted, session: RemoteSession) -> None:
+    heard: dict[int, list[m.Message]] = {0: [], 1: []}
+
+    def script(line: Any) -> None:
+        line.greet()
+        while (asked := answer(line)) is not None:
+            heard[line.number].append(asked)
+
+    with scripted(script), open(os.devnull, "rb") as file:
+        offered = session.offer(offer())
+        session.match(MATCH)  # between the two, on another connection
+        session.commit(m.Commit(KEY, 9, offered.reservation), file.fileno())
+        session.close()
+    assert [type(asked) for asked in heard[0]] == [m.Offer, m.Commit]
+    assert [type(asked) for asked in heard[1]] == [m.Match]
+    assert heard[0][1].reservation == offered.reservation  # type: ignore[union-attr]
+
+
+def test_a_reservation_whose_connection_is_lost_is_not_claimed(scripted: Scripted, session: RemoteSession) -> None:
+    claimed: list[int] = []
+
+    def script(line: Any) -> None:
+        line.greet()
+        while (asked := answer(line)) is not None:
+            if isinstance(asked, m.Commit | m.Annotate):
+                claimed.append(asked.reservation)
+            if line.number == 0:
+                return
+
+    with scripted(script), open(os.devnull, "rb") as file:
+        offered = session.offer(offer())
+        session._pool.drop_idle()
+        session.commit(m.Commit(KEY, 9, offered.reservation), file.fileno())
+        again = session.offer(offer())
+        session.annotate(m.Annotate(KEY, KEY, TOKENS, reservation=again.reservation))
+        session.close()
+    assert claimed == [0, again.reservation]
+
+
+def test_uploads_from_many_threads_all_find_their_reservation(
+    served: ServedEngine, engine: Engine, identity: Identity, rows: Any
+) -> None:
+    """The daemon refuses a reservation made on another connection."""
+    from warmkv import connect
+
+    failed: list[object] = []
+
+    def save(number: int) -> None:
+        for index in range(20):
+            saved = client.save(identity, [number, index, 1, 2], rows(4))
+            if not saved.stored:
+                failed.append(saved)
+
+    with connect(served.socket, strict=True, timeout_s=PATIENCE_S) as client:
+        threads = [threading.Thread(target=save, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    assert not failed
+    assert engine.warm.ledger.reserved_bytes == 0
+
+
+# -- the pool ------------------------------------------------------------------------------
+
+
+def test_few_idle_connections_are_kept(scripted: Scripted, session: RemoteSession) -> None:
+    together = threading.Barrier(KEEP + 5)
+
+    def script(line: Any) -> None:
+        line.greet()
+        assert isinstance(line.hear(), m.Match)
+        together.wait(PATIENCE_S)
+        line.say(m.Matched())
+        while line.hear() is not None:
+            pass
+
+    with scripted(script) as daemon:
+        threads = [threading.Thread(target=session.match, args=(MATCH,)) for _ in range(KEEP + 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert daemon.connections == KEEP + 5
+        assert len(session._pool._idle) == KEEP
+        session.close()
+
+
+def test_connections_with_leases_are_kept_beyond_that(scripted: Scripted, session: RemoteSession) -> None:
+    together = threading.Barrier(KEEP + 5)
+    grants: list[Any] = []
+
+    def script(line: Any) -> None:
+        line.greet()
+        assert isinstance(line.hear(), m.Acquire)
+        together.wait(PATIENCE_S)
+        line.say(m.Acquired(lease=line.number + 1))
+        while line.hear() is not None:
+            pass
+
+    with scripted(script):
+        threads = [threading.Thread(target=lambda: grants.append(session.acquire(acquire()))) for _ in range(KEEP + 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert len(session._pool._idle) == KEEP + 5
+        for grant in grants:
+            grant.release()
+        assert len(session._pool._idle) == KEEP
+        session.close()
+
+
+def test_closing_ends_every_connection(served: ServedEngine, session: RemoteSession) -> None:
+    session.greet()
+    session.greet()
+    assert eventually(lambda: served.server.connections >= 1)
+    session.close()
+    assert eventually(lambda: served.server.connections == 0)
