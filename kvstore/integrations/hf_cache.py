@@ -61,7 +61,7 @@ def new_cache(model: torch.nn.Module) -> DynamicCache:
 def require_full_attention(cache: DynamicCache) -> None:
     """UnsupportedError unless all layers of ``cache`` are plain growing attention layers."""
     for index, layer in enumerate(cache.layers):
-        if type(layer) is not DynamicLayer:
+        if type(layer) not in (DynamicLayer, BlocksLayer):
             raise UnsupportedError(
                 f"layer {index} keeps its state as {type(layer).__name__}; only full attention is served until a later version"
             )
@@ -144,30 +144,89 @@ def _rows(tensor: torch.Tensor) -> npt.NDArray[np.generic]:
 def from_restored(cache: DynamicCache, restored: Restored, length: int, device: torch.device) -> None:
     """Fill the empty ``cache`` with the first ``length`` restored tokens.
 
-    One block on the CPU is attached where it lies (its mapping lives as long as the tensor; the
-    first forward pass copies it); several blocks, or another device, are copied once. Needs a
+    On the CPU the blocks are attached where they lie (their mappings live as long as the
+    tensors); the first forward pass copies them. For another device they are copied once. Needs a
     restore with ``writable=True``: pages are private, so writes stay in this process. All
     tensors are made before the cache is touched."""
     if len(restored.layers) != len(cache.layers):
         raise RecordError(f"{len(restored.layers)} layers were restored, the model has {len(cache.layers)}")
     pairs = [
-        (_tensor(layer.plane(PlaneRole.KEY), length, device), _tensor(layer.plane(PlaneRole.VALUE), length, device))
+        (_blocks(layer.plane(PlaneRole.KEY), length, device), _blocks(layer.plane(PlaneRole.VALUE), length, device))
         for layer in restored.layers
     ]
     for layer, (keys, values) in zip(cache.layers, pairs, strict=True):
         full = cast(DynamicLayer, layer)
-        full.lazy_initialization(keys, values)
-        full.keys, full.values = keys, values
+        full.lazy_initialization(keys[0], values[0])
+        if len(keys) == 1:
+            full.keys, full.values = keys[0], values[0]
+        else:
+            BlocksLayer.attach(full, keys, values)
 
 
-def _tensor(plane: RestoredPlane, length: int, device: torch.device) -> torch.Tensor:
-    """[1, heads, length, head size] over the blocks of one plane."""
-    blocks = [torch.from_numpy(block) for block in plane.blocks]
-    rows = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-    if len(rows) < length:
-        raise RecordError(f"plane {plane.role.name} holds {len(rows)} rows, {length} were promised")
-    tensor = rows[:length].view(_DTYPES[plane.format]).permute(1, 0, 2).unsqueeze(0)
-    return tensor if device.type == "cpu" else tensor.to(device)
+def _blocks(plane: RestoredPlane, length: int, device: torch.device) -> list[torch.Tensor]:
+    """Consecutive tensors [1, heads, rows, head size] that hold ``length`` rows together."""
+    blocks, left = [], length
+    for rows in plane.blocks:
+        if left > 0:
+            rows = rows[:left]
+            left -= len(rows)
+            tensor = torch.from_numpy(rows).view(_DTYPES[plane.format]).permute(1, 0, 2).unsqueeze(0)
+            blocks.append(tensor)
+    if left:
+        raise RecordError(f"plane {plane.role.name} holds {length - left} rows, {length} were promised")
+    return blocks if device.type == "cpu" else [torch.cat(blocks, dim=-2).to(device)]
+
+
+class BlocksLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """A layer whose rows lie in several restored blocks until its first update joins them with
+    the new rows: one copy instead of two. From then on it is a plain DynamicLayer; whoever looks
+    at its tensors before joins them too."""
+
+    _parts: tuple[list[torch.Tensor], list[torch.Tensor]]
+
+    @classmethod
+    def attach(cls, layer: DynamicLayer, keys: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        """Turn an initialised, empty ``layer`` into one over these blocks."""
+        layer.__class__ = cls
+        cast(BlocksLayer, layer)._parts = (keys, values)
+
+    def _join(self, *new: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Become a plain layer that holds the blocks, and ``new`` rows behind them."""
+        keys, values = self._parts
+        more_keys, more_values = [pair[0] for pair in new], [pair[1] for pair in new]
+        joined = torch.cat([*keys, *more_keys], dim=-2), torch.cat([*values, *more_values], dim=-2)
+        del self._parts
+        self.__class__ = DynamicLayer  # type: ignore[assignment]
+        self.keys, self.values = joined
+        return joined
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._join((key_states, value_states))
+
+    def get_seq_length(self, *args: object) -> int:
+        return sum(int(block.shape[-2]) for block in self._parts[0])
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        self._join()
+        return cast(torch.Tensor, self.__dict__["keys"])
+
+    @keys.setter
+    def keys(self, tensor: torch.Tensor | None) -> None:
+        self._join()
+        self.__dict__["keys"] = tensor
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        self._join()
+        return cast(torch.Tensor, self.__dict__["values"])
+
+    @values.setter
+    def values(self, tensor: torch.Tensor | None) -> None:
+        self._join()
+        self.__dict__["values"] = tensor
 
 
 def _tensors(cache: DynamicCache, empty: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
