@@ -23,7 +23,7 @@ from warmkv.schema import messages as m
 from warmkv.schema import segment as container
 from warmkv.schema.errors import ClosedError, DigestError, RemoteProtocolError
 from warmkv.schema.identity import Identity, PlaneFormat, PlaneRole, PlaneSpec
-from warmkv.schema.records import Anchor, NamespaceKey, Plane, Tokens
+from warmkv.schema.records import Anchor, NamespaceKey, Plane, Tokens, unpack_table
 
 Rows = npt.NDArray[np.generic]
 
@@ -127,23 +127,28 @@ class Restored:
 
 def restore(grant: Grant, match: Match, namespace: NamespaceKey, tokens: Tokens, *, verify: bool, writable: bool) -> Restored:
     """Map and check a grant. On any failure the lease is released, every descriptor closed and
-    the error raised; nothing is handed out."""
+    the error raised; nothing is handed out. A grant of nothing becomes a miss."""
     try:
         layers = _layers(grant, match, namespace, tokens, verify, writable)
     except BaseException:
         grant.release()
         raise
+    if not match.usable:
+        grant.release()
+        return Restored(match)
     return Restored(match, layers, grant.reply.promoted_bytes, grant.release)
 
 
 def _layers(
     grant: Grant, match: Match, namespace: NamespaceKey, tokens: Tokens, verify: bool, writable: bool
 ) -> tuple[RestoredLayer, ...]:
-    spans = np.frombuffer(grant.reply.spans, m.SPAN_DTYPE)
     pending = list(grant.fds)
     collected: dict[tuple[int, PlaneRole], list[Rows]] = {}
     at = 0
     try:
+        if match.usable > len(tokens):
+            raise RemoteProtocolError(f"{match.usable} usable tokens were announced for {len(tokens)}")
+        spans = unpack_table(grant.reply.spans, m.SPAN_DTYPE, "spans")
         if len(spans) != len(pending):
             raise RemoteProtocolError(f"{len(pending)} descriptors came for {len(spans)} spans")
         for id_, start, end, total_bytes in spans.tolist():
@@ -180,6 +185,9 @@ def _collect(
         raise RemoteProtocolError(f"segment [{header.start}, {header.end}) does not hold rows [{start}, {end})")
     if not np.array_equal(header.tokens[: end - header.start], tokens[header.start : end]):
         raise RemoteProtocolError("segment holds the rows of other tokens")
+    ours = [item for item in match.attachments if header.start <= item.start < end]
+    if [item for item in header.attachments if item.start < end] != ours:
+        raise RemoteProtocolError("segment holds the rows of other attachments")
     payload = view[head.payload_offset :]
     if verify and container.payload_digests(payload) != header.digests:
         raise DigestError(f"payload of segment {id_.hex()} does not match its digests")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warmkv.schema import messages as m
+from warmkv.schema.errors import RemoteProtocolError
 from warmkv.schema.identity import Identity
 from warmkv.schema.records import CLEAN, Anchor, Attachment, Lineage, RecordId, unpack_anchors
 
@@ -46,6 +47,8 @@ class Match:
 
     @classmethod
     def of(cls, reply: m.Matched, identity: Identity, attachments: tuple[Attachment, ...], lineage: Lineage) -> Match:
+        if reply.tier not in TIERS:
+            raise RemoteProtocolError(f"tier {reply.tier} is unknown, expected one of {sorted(TIERS)}")
         difference = None
         if reply.diff_position >= 0:
             difference = FirstDifference(reply.diff_position, reply.diff_query, reply.diff_stored)

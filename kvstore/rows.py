@@ -19,7 +19,7 @@ import xxhash
 from warmkv.kvstore import memfd
 from warmkv.schema import ids
 from warmkv.schema import segment as container
-from warmkv.schema.errors import RecordError, UnsupportedError
+from warmkv.schema.errors import OfferAgain, RecordError, UnsupportedError
 from warmkv.schema.identity import ELEMENT_BYTES, Identity, LayerKind, PlaneFormat, PlaneRole, PlaneSpec
 from warmkv.schema.records import Attachment, Lineage, NamespaceKey, Plane, RecordId, Tokens, coverage, row_bytes
 
@@ -73,6 +73,8 @@ def require_served(identity: Identity) -> None:
     for index, layer in enumerate(identity.layers):
         if layer.kind not in (LayerKind.FULL, LayerKind.SHARED):
             raise UnsupportedError(f"layer {index} is {layer.kind.name}; only FULL attention layers can be stored yet")
+        if layer.shared_with >= 0 and identity.layers[layer.shared_with].shared_with >= 0:
+            raise UnsupportedError(f"layer {index} shares with layer {layer.shared_with}, which has no rows of its own either")
         for plane in layer.planes:
             if plane.format not in ELEMENT_BYTES:
                 raise UnsupportedError(f"layer {index}: plane format {plane.format.name} cannot be stored yet")
@@ -109,6 +111,8 @@ def _check_plane(index: int, first: int, plane: PlaneRows, spec: PlaneSpec, leng
     name = f"layer {index}, plane {plane.role.name}"
     if plane.format != spec.format:
         raise RecordError(f"{name} is {plane.format.name}, the identity says {spec.format.name}")
+    if not isinstance(plane.rows, np.ndarray) or plane.rows.ndim == 0:
+        raise RecordError(f"{name} is {type(plane.rows).__name__}, expected a numpy array of rows")
     if plane.rows.dtype != DTYPES[plane.format]:
         raise RecordError(f"{name} has dtype {plane.rows.dtype}, expected {DTYPES[plane.format]} for {plane.format.name}")
     if plane.rows.shape[1:] != spec.row_shape:
@@ -140,14 +144,16 @@ def write_segment(
     by_layer: dict[int, LayerRows],
 ) -> Container:
     """Write rows [held, len(tokens)) into a new sealed memfd. ``tokens`` and ``attachments``
-    are those of the whole prefix; ``by_layer`` comes from `check_rows`."""
+    are those of the whole prefix; ``by_layer`` comes from `check_rows`.
+
+    Raises OfferAgain where rows that are no longer held were not handed in either."""
     end = len(tokens)
     sources: list[npt.NDArray[np.generic]] = []
     planes: list[Plane] = []
     for index in sorted(by_layer):
         record = by_layer[index]
         if record.first > held:
-            raise RecordError(f"layer {index} has rows from {record.first} on, rows from {held} on are needed")
+            raise OfferAgain(f"layer {index} has rows from {record.first} on, rows from {held} on are needed")
         for plane in sorted(record.planes, key=lambda item: item.role):
             rows = plane.rows[held - record.first :]
             sources.append(rows)

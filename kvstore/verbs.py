@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Literal, TypeVar
 
 from warmkv.kvstore import rows as source
+from warmkv.kvstore.channel import close_all
 from warmkv.kvstore.restored import Restored, restore
 from warmkv.kvstore.results import Forgotten, Match, Offer, Saved
 from warmkv.kvstore.rows import LayerRows
@@ -94,10 +95,10 @@ class Verbs(ABC):
         """How many of ``ids`` are known and from how many a model could resume. Moves nothing.
 
         Raises RecordError for ids or attachments that cannot be."""
-        query = self._query(identity, ids, attachments, lineage)
+        query, place = self._query(identity, ids, attachments, lineage), _at(at)
         try:
             key = self._namespace(identity)
-            reply = self._session.match(m.Match(key, lineage, query.tokens, query.packed, _ATS[at]))
+            reply = self._session.match(m.Match(key, lineage, query.tokens, query.packed, place))
         except WarmKVError as exc:
             return self._miss(query, exc)
         return Match.of(reply, identity, query.attachments, lineage)
@@ -118,14 +119,16 @@ class Verbs(ABC):
                 return Restored(target)
         else:
             identity = target
-        query = self._query(identity, ids, attachments, lineage)
+        query, place = self._query(identity, ids, attachments, lineage), _at(at)
         try:
             key = self._namespace(identity)
-            grant = self._session.acquire(m.Acquire(key, lineage, query.tokens, query.packed, _ATS[at], limit))
-            match = Match.of(grant.reply, identity, query.attachments, lineage)
-            if match.usable > len(query.tokens):
+            grant = self._session.acquire(m.Acquire(key, lineage, query.tokens, query.packed, place, limit))
+            try:
+                match = Match.of(grant.reply, identity, query.attachments, lineage)
+            except BaseException:
+                close_all(grant.fds)
                 grant.release()
-                raise RecordError(f"{match.usable} usable tokens were announced for {len(query.tokens)}")
+                raise
             return restore(grant, match, key, query.tokens, verify=verify, writable=writable)
         except WarmKVError as exc:
             return Restored(self._miss(query, exc))
@@ -217,14 +220,26 @@ class Verbs(ABC):
             note = m.Annotate(key, query.lineage, query.tokens, query.packed, ack, anchors, offer.reservation)
             done = self._session.annotate(note)
             return Saved(True, done.id, done.held, offer.held, 0, True, done.durable)
-        container = source.write_segment(
-            query.identity, key, query.lineage, offer.parent, offer.held, query.tokens, query.attachments, by_layer
-        )
+        try:
+            container = source.write_segment(
+                query.identity, key, query.lineage, offer.parent, offer.held, query.tokens, query.attachments, by_layer
+            )
+        except BaseException:
+            self._give_back(query, key, offer.reservation)
+            raise
         try:
             done = self._session.commit(m.Commit(key, offer.epoch, offer.reservation, ack, anchors), container.fd)
         finally:
             container.close()
         return Saved(True, done.id, done.held, offer.held, container.total_bytes, done.duplicate, done.durable)
+
+    def _give_back(self, query: _Query, key: NamespaceKey, reservation: int) -> None:
+        """End a reservation that will not be used: an annotation ends it, and fails, since
+        nothing is held."""
+        try:
+            self._session.annotate(m.Annotate(key, query.lineage, query.tokens, query.packed, reservation=reservation))
+        except WarmKVError:
+            pass
 
     def _prepare(
         self, identity: Identity, ids: TokensLike, records: Sequence[LayerRows], ack: Ack, anchors: Iterable[Anchor],
@@ -287,12 +302,14 @@ class Verbs(ABC):
 
     def clear(self, identity: Identity | None = None) -> Forgotten:
         """Drop the namespace of ``identity``, or everything this user stored."""
+        self._require_open()
         key = b"" if identity is None else self._namespace(identity)
         done = self._session.clear(m.Clear(key, identity is None))
         return Forgotten(done.records, done.total_bytes)
 
     def report(self, verb: str, **arguments: object) -> dict[str, object]:
         """An administrative report ("stats", "ls", "show", "verify", "status"). Raises on failure."""
+        self._require_open()
         document = self._session.report(m.Report(verb, json.dumps(arguments).encode()))
         loaded: dict[str, object] = json.loads(document.json)
         return loaded
@@ -324,9 +341,12 @@ class Verbs(ABC):
 
     def _query(self, identity: Identity, ids: TokensLike, attachments: Iterable[Attachment], lineage: Lineage) -> _Query:
         self._require_open()
-        tokens = as_tokens(ids)
-        if len(lineage) != 16:
-            raise RecordError(f"lineage has {len(lineage)} bytes, expected 16")
+        try:
+            tokens = as_tokens(ids)
+        except (TypeError, ValueError) as exc:
+            raise RecordError(f"token ids are not one row of integers: {exc}") from exc
+        if not isinstance(lineage, bytes) or len(lineage) != 16:
+            raise RecordError(f"lineage is {lineage!r}, expected 16 bytes")
         return _Query(identity, tokens, check_attachments(attachments, len(tokens)), lineage)
 
     def _offer(self, query: _Query, key: NamespaceKey, fields: Sequence[bytes], row_bytes: int) -> m.Offer:
@@ -355,3 +375,9 @@ class Verbs(ABC):
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError(f"{type(self).__name__} is closed")
+
+
+def _at(at: At) -> int:
+    if at not in _ATS:
+        raise RecordError(f"at is {at!r}, expected 'longest' or 'anchor'")
+    return _ATS[at]

@@ -24,7 +24,13 @@ MAX_DEPTH = 16
 
 
 def encode(value: Value) -> bytes:
-    """Canonical bytes of ``value``. Raises FormatError for a type or number it cannot spell."""
+    """Canonical bytes of ``value``. Raises FormatError for a value they cannot spell."""
+    return _encode(value, 0)
+
+
+def _encode(value: Value, depth: int) -> bytes:
+    if depth > MAX_DEPTH:
+        raise FormatError(f"canonical value nested deeper than {MAX_DEPTH}")
     if isinstance(value, bool):
         return _HEAD.pack(_BOOL, 1) + (b"\1" if value else b"\0")
     if isinstance(value, int):
@@ -36,13 +42,16 @@ def encode(value: Value) -> bytes:
             raise FormatError(f"float {value} has no canonical form")
         return _HEAD.pack(_FLOAT, 8) + struct.pack("<d", value + 0.0)
     if isinstance(value, str):
-        body = value.encode("utf-8")
+        try:
+            body = value.encode("utf-8")
+        except UnicodeEncodeError as exc:
+            raise FormatError(f"text {value!r} has no UTF-8 spelling") from exc
         return _HEAD.pack(_TEXT, len(body)) + body
     if isinstance(value, (bytes, bytearray, memoryview)):
         body = bytes(value)
         return _HEAD.pack(_BYTES, len(body)) + body
     if isinstance(value, Sequence):
-        body = b"".join(encode(item) for item in value)
+        body = b"".join(_encode(item, depth + 1) for item in value)
         return _HEAD.pack(_LIST, len(body)) + body
     raise FormatError(f"{type(value).__name__} has no canonical form")
 

@@ -28,9 +28,10 @@ def reading(what: str) -> Iterator[None]:
 
 
 def vector(value: object, dtype: str) -> npt.NDArray[np.generic]:
-    """A generated ``...AsNumpy()`` result; an absent vector (the integer 0) becomes an empty array."""
+    """A generated ``...AsNumpy()`` result; an absent vector (the integer 0) becomes an empty array
+    and an unaligned one, which only a foreign writer makes, a copy."""
     if isinstance(value, np.ndarray):
-        return value
+        return value if value.flags.aligned else value.copy()
     return np.zeros(0, dtype)
 
 
@@ -51,5 +52,9 @@ def put_bytes(builder: flatbuffers.Builder, data: bytes | memoryview) -> int:
     return int(builder.CreateNumpyVector(np.frombuffer(data, np.uint8)))
 
 
-def put_array(builder: flatbuffers.Builder, array: npt.NDArray[np.generic]) -> int:
+def put_array(builder: flatbuffers.Builder, array: npt.NDArray[np.generic], dtype: str) -> int:
+    """A vector of the elements ``dtype``; TypeError for any other array, whose bytes would be
+    read back as other numbers."""
+    if array.ndim != 1 or array.dtype.newbyteorder("<") != dtype:
+        raise TypeError(f"array of {array.dtype} with {array.ndim} dimensions, expected one of {dtype}")
     return int(builder.CreateNumpyVector(array))

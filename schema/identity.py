@@ -7,6 +7,7 @@ difference at all is another namespace, hence a miss.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum
@@ -95,6 +96,15 @@ class PlaneSpec:
     def canonical(self) -> canonical.Value:
         return (int(self.role), int(self.format), tuple(self.row_shape), self.parameters)
 
+    def validate(self, where: str) -> None:
+        if not isinstance(self.role, PlaneRole) or not isinstance(self.format, PlaneFormat):
+            raise IdentityError(f"{where}: plane role {self.role!r} or format {self.format!r} is not one of the enumerations")
+        if not isinstance(self.row_shape, tuple) or not 1 <= len(self.row_shape) <= 4:
+            raise IdentityError(f"{where}: row shape {self.row_shape!r} of plane {self.role.name} is not 1-4 sizes")
+        for size in self.row_shape:
+            _check_integer(f"{where} plane {self.role.name} row size", size, 1, 2**32 - 1)
+        _check_text(f"{where} plane {self.role.name} parameters", self.parameters)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
@@ -113,7 +123,12 @@ class LayerSpec:
         return (int(self.kind), planes, self.window, self.chunk, self.sinks, self.shared_with)
 
     def validate(self, index: int) -> None:
+        if not isinstance(self.kind, LayerKind) or not isinstance(self.planes, tuple):
+            raise IdentityError(f"layer {index}: kind {self.kind!r} with planes {self.planes!r} is not a layer")
         where = f"layer {index} ({self.kind.name})"
+        for name in ("window", "chunk", "sinks"):
+            _check_integer(f"{where} {name}", getattr(self, name))
+        _check_integer(f"{where} shared_with", self.shared_with, -1)
         windowed = self.kind in (LayerKind.SLIDING, LayerKind.SINK_WINDOW)
         if windowed and self.window < 1:
             raise IdentityError(f"{where}: window is {self.window}, expected at least 1")
@@ -124,8 +139,8 @@ class LayerSpec:
         if self.kind != LayerKind.SHARED and not self.planes:
             raise IdentityError(f"{where}: no planes")
         for plane in self.planes:
-            if not 1 <= len(plane.row_shape) <= 4 or min(plane.row_shape) < 1 or max(plane.row_shape) >= 2**32:
-                raise IdentityError(f"{where}: row shape {plane.row_shape} of plane {plane.role.name} is not 1-4 sizes")
+            _check_type(f"{where} planes", plane, PlaneSpec)
+            plane.validate(where)
         if len({plane.role for plane in self.planes}) != len(self.planes):
             raise IdentityError(f"{where}: two planes of one role")
 
@@ -138,7 +153,13 @@ class AdapterRef:
     scale: float
 
     def canonical(self) -> canonical.Value:
-        return (self.digest, self.scale)
+        return (self.digest, float(self.scale))
+
+    def validate(self) -> None:
+        _check_digest("adapters", self.digest)
+        if self.digest == b"none":
+            raise IdentityError("an adapter without a content digest cannot be told from another")
+        _check_number("adapter scale", self.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +175,20 @@ class RopeRegime:
     frequencies: bytes
 
     def canonical(self) -> canonical.Value:
-        return (self.kind, self.base, self.attention_scaling, self.rotary_dim, self.original_max_tokens, self.frequencies)
+        base, scaling = float(self.base), float(self.attention_scaling)
+        return (self.kind, base, scaling, self.rotary_dim, self.original_max_tokens, self.frequencies)
 
     def validate(self) -> None:
+        _check_text("rope.kind", self.kind)
         if self.kind in PATH_DEPENDENT_ROPE:
             raise IdentityError(f"RoPE kind {self.kind!r} is refused: its rows depend on how the sequence reached its length")
         if self.kind not in ROPE_KINDS:
             raise IdentityError(f"unknown RoPE kind {self.kind!r}; known: {', '.join(sorted(ROPE_KINDS))}")
+        _check_number("rope.base", self.base)
+        _check_number("rope.attention_scaling", self.attention_scaling)
+        _check_integer("rope.rotary_dim", self.rotary_dim)
+        _check_integer("rope.original_max_tokens", self.original_max_tokens)
+        _check_digest("rope.frequencies", self.frequencies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +204,8 @@ class Topology:
         return (self.rank, self.world, self.stage, self.stages)
 
     def validate(self) -> None:
+        for name in ("rank", "world", "stage", "stages"):
+            _check_integer(f"topology.{name}", getattr(self, name))
         if not (0 <= self.rank < self.world and 0 <= self.stage < self.stages):
             raise IdentityError(f"topology rank {self.rank}/{self.world}, stage {self.stage}/{self.stages} is impossible")
 
@@ -208,24 +238,25 @@ class Identity:
 
     def __post_init__(self) -> None:
         for name in ("architecture", "compute_dtype", "attention", "layout", "runtime", "runtime_state_version"):
-            value = getattr(self, name)
-            if not isinstance(value, str) or not value:
-                raise IdentityError(f"identity field {name} is {value!r}; expected text, 'none' where there is none")
+            _check_text(name, getattr(self, name))
         for name in ("parameters", "settings", "tokenizer", "tenant"):
             _check_digest(name, getattr(self, name))
         if self.parameters == b"none":
             raise IdentityError("identity field parameters is 'none'; expected a digest of the tensors in memory")
+        _check_type("adapters", self.adapters, tuple)
         for adapter in self.adapters:
-            _check_digest("adapters", adapter.digest)
-            if adapter.digest == b"none":
-                raise IdentityError("an adapter without a content digest cannot be told from another")
+            _check_type("adapters", adapter, AdapterRef)
+            adapter.validate()
+        _check_type("layers", self.layers, tuple)
         if not self.layers:
             raise IdentityError("identity has no layers")
         for index, layer in enumerate(self.layers):
+            _check_type("layers", layer, LayerSpec)
             layer.validate(index)
             if layer.shared_with >= len(self.layers) or layer.shared_with == index:
                 raise IdentityError(f"layer {index} shares with layer {layer.shared_with}, which it cannot")
-        _check_digest("rope.frequencies", self.rope.frequencies)
+        _check_type("rope", self.rope, RopeRegime)
+        _check_type("topology", self.topology, Topology)
         self.rope.validate()
         self.topology.validate()
 
@@ -275,6 +306,30 @@ def first_difference(ours: Identity, theirs: Identity) -> str | None:
 def _check_digest(name: str, value: object) -> None:
     if not isinstance(value, bytes) or (value != b"none" and not 16 <= len(value) <= 64):
         raise IdentityError(f"identity field {name} is {value!r}; expected a digest of 16-64 bytes, or b'none'")
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value:
+        raise IdentityError(f"identity field {name} is {value!r}; expected text, 'none' where there is none")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as exc:
+        raise IdentityError(f"identity field {name} is {value!r}, which has no UTF-8 spelling") from exc
+
+
+def _check_integer(name: str, value: object, low: int = 0, high: int = 2**63 - 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise IdentityError(f"identity field {name} is {value!r}; expected an integer in {low}..{high}")
+
+
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+        raise IdentityError(f"identity field {name} is {value!r}; expected a finite number")
+
+
+def _check_type(name: str, value: object, expected: type) -> None:
+    if not isinstance(value, expected):
+        raise IdentityError(f"identity field {name} is or holds {value!r}; expected {expected.__name__}")
 
 
 def _plain(value: object) -> canonical.Value:

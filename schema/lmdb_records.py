@@ -87,9 +87,9 @@ def decode_namespace(data: bytes) -> NamespaceRecord:
         tag, uid, share, identity, created = canonical.decode(data)  # type: ignore[misc]
     except (TypeError, ValueError) as exc:
         raise FormatError("namespace value is not readable") from exc
-    if tag != "namespace" or not isinstance(uid, int) or not isinstance(share, str) or not isinstance(identity, bytes):
+    if tag != "namespace" or type(uid) is not int or not isinstance(share, str) or not isinstance(identity, bytes):
         raise FormatError("namespace value has unexpected fields")
-    if not isinstance(created, int):
+    if type(created) is not int:
         raise FormatError("namespace value has unexpected fields")
     return NamespaceRecord(uid, share, Identity.from_canonical(identity), created)
 

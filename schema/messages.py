@@ -6,6 +6,7 @@ The in-process engine and the socket speak in these same objects.
 
 from __future__ import annotations
 
+import struct
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -256,6 +257,10 @@ CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(Me
 
 #: Byte fields of a fixed length.
 _SIZES = {"namespace": (0, 16), "lineage": (16,), "parent": (16,), "id": (16,)}
+#: Elements of the array fields.
+_ELEMENTS = {"tokens": "<u4", "leases": "<u8"}
+#: Text for people: a file name in it that is not UTF-8 must not cost the peer its answer.
+_PROSE = frozenset({"message"})
 
 
 def _spelling(cls: type[Any]) -> tuple[tuple[str, str, Callable[..., None]], ...]:
@@ -282,15 +287,15 @@ def encode(message: Message, request_id: int) -> bytes:
     tokens = getattr(message, "tokens", None)
     builder = flatbuffers.Builder(512 + (tokens.nbytes if tokens is not None else 0))
     offsets: dict[str, int] = {}
-    for item, kind, _ in rows:
-        value = getattr(message, item)
-        if kind == "bytes":
-            offsets[item] = flat.put_bytes(builder, value)
-        elif kind == "text":
-            offsets[item] = builder.CreateString(value)
-        elif kind == "array":
-            offsets[item] = flat.put_array(builder, value)
     try:
+        for item, kind, _ in rows:
+            value = getattr(message, item)
+            if kind == "bytes":
+                offsets[item] = flat.put_bytes(builder, value)
+            elif kind == "text":
+                offsets[item] = builder.CreateString(value, errors="backslashreplace" if item in _PROSE else "strict")
+            elif kind == "array":
+                offsets[item] = flat.put_array(builder, value, _ELEMENTS[item])
         getattr(gen, f"{name}Start")(builder)
         for item, kind, add in rows:
             add(builder, getattr(message, item) if kind == "scalar" else offsets[item])
@@ -300,7 +305,7 @@ def encode(message: Message, request_id: int) -> bytes:
         gen.MessageAddBodyType(builder, getattr(gen.Body, name))
         gen.MessageAddBody(builder, body)
         builder.Finish(gen.MessageEnd(builder))
-    except (TypeError, ValueError, OverflowError) as exc:
+    except (TypeError, ValueError, OverflowError, struct.error) as exc:
         raise FormatError(f"{name} has a value its field cannot hold: {exc}") from exc
     return bytes(builder.Output())
 
@@ -334,7 +339,7 @@ def _read(table: Any, item: str, kind: str) -> object:
     array = flat.vector(getattr(table, camel + "AsNumpy")(), "u1")
     if kind == "array":
         if not array.size:
-            return np.zeros(0, "<u8" if item == "leases" else "<u4")
+            return np.zeros(0, _ELEMENTS[item])
         if array.size > MAX_TOKENS:
             raise FormatError(f"{item}: {array.size} elements, at most {MAX_TOKENS} are allowed")
         return array

@@ -6,6 +6,7 @@ sizes are bytes. Nothing here reads or writes anything.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -30,6 +31,9 @@ CLEAN = Lineage(bytes(ID_BYTES))
 NO_FIELD = bytes(ID_BYTES)
 MAX_TOKENS = 1 << 24
 ALIGNMENT = 64
+#: Rows of a packed table: more than any model or prompt needs, few enough that a foreign
+#: table cannot make its reader allocate many times its own size.
+MAX_TABLE_ROWS = 1 << 16
 
 ATTACHMENT_DTYPE = np.dtype([("start", "<u8"), ("length", "<u8"), ("digest", "u1", (32,))])
 ANCHOR_DTYPE = np.dtype(
@@ -56,6 +60,10 @@ PLANE_DTYPE = np.dtype(
         ("field", "u1", (ID_BYTES,)),
     ]
 )
+#: The same rows for writing: struct refuses what does not fit, numpy before 2 would wrap it.
+_ATTACHMENT_ROW = struct.Struct("<QQ32s")
+_ANCHOR_ROW = struct.Struct("<QB3xIQq")
+_PLANE_ROW = struct.Struct("<IBBH4IQQQQ16s")
 _ROLES = {int(role): role for role in PlaneRole}
 _FORMATS = {int(format_): format_ for format_ in PlaneFormat}
 #: A plane's place in the payload says nothing about what it covers.
@@ -123,7 +131,10 @@ class Plane:
 
 def as_tokens(ids: TokensLike) -> Tokens:
     """Token ids as a contiguous little-endian uint32 array; RecordError if one does not fit."""
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except ValueError as exc:
+        raise RecordError(f"token ids are no array: {exc}") from exc
     if array.ndim != 1 or array.size == 0:
         raise RecordError(f"token ids have shape {array.shape}, expected one dimension and at least one id")
     if array.size > MAX_TOKENS:
@@ -139,8 +150,11 @@ def as_tokens(ids: TokensLike) -> Tokens:
 
 
 def check_attachments(attachments: Iterable[Attachment], length: int) -> tuple[Attachment, ...]:
-    """Attachments sorted by start; RecordError where one is empty, outside, or overlaps another."""
+    """Attachments sorted by start; RecordError where one is empty, outside, or overlaps another,
+    or where there are more than a table may hold."""
     ordered = tuple(sorted(attachments, key=lambda item: item.start))
+    if len(ordered) > MAX_TABLE_ROWS:
+        raise RecordError(f"{len(ordered)} attachments, at most {MAX_TABLE_ROWS} are allowed")
     end = 0
     for item in ordered:
         if len(item.digest) != 32:
@@ -152,10 +166,20 @@ def check_attachments(attachments: Iterable[Attachment], length: int) -> tuple[A
 
 
 def pack_attachments(attachments: Sequence[Attachment]) -> bytes:
-    table = np.zeros(len(attachments), ATTACHMENT_DTYPE)
-    for row, item in zip(table, attachments, strict=True):
-        row["start"], row["length"], row["digest"] = item.start, item.length, np.frombuffer(item.digest, np.uint8)
-    return table.tobytes()
+    """Packed rows; RecordError for an attachment its row cannot hold."""
+    rows = []
+    for item in attachments:
+        if len(item.digest) != 32:
+            raise RecordError(f"attachment at {item.start} has a digest of {len(item.digest)} bytes, expected 32")
+        rows.append(_row(_ATTACHMENT_ROW, item, item.start, item.length, item.digest))
+    return b"".join(rows)
+
+
+def _row(layout: struct.Struct, item: object, *values: int | bytes) -> bytes:
+    try:
+        return layout.pack(*values)
+    except struct.error as exc:
+        raise RecordError(f"{item} has a number that does not fit its field: {exc}") from exc
 
 
 def unpack_attachments(data: bytes) -> tuple[Attachment, ...]:
@@ -164,14 +188,11 @@ def unpack_attachments(data: bytes) -> tuple[Attachment, ...]:
 
 
 def pack_anchors(anchors: Sequence[Anchor]) -> bytes:
-    table = np.zeros(len(anchors), ANCHOR_DTYPE)
-    try:
-        for row, item in zip(table, anchors, strict=True):
-            row["position"], row["kind"], row["depth"] = item.position, int(item.kind), item.depth
-            row["semantic_hash"], row["shift_offset"] = item.semantic_hash, item.shift_offset
-    except OverflowError as exc:
-        raise RecordError(f"anchor {item} has a number that does not fit its field") from exc
-    return table.tobytes()
+    """Packed rows; RecordError for an anchor its row cannot hold."""
+    return b"".join(
+        _row(_ANCHOR_ROW, item, item.position, int(item.kind), item.depth, item.semantic_hash, item.shift_offset)
+        for item in anchors
+    )
 
 
 def unpack_anchors(data: bytes) -> tuple[Anchor, ...]:
@@ -188,14 +209,15 @@ def unpack_anchors(data: bytes) -> tuple[Anchor, ...]:
 
 
 def pack_planes(planes: Sequence[Plane]) -> bytes:
-    table = np.zeros(len(planes), PLANE_DTYPE)
-    for row, plane in zip(table, planes, strict=True):
+    """Packed rows; RecordError for a plane its row cannot hold."""
+    rows = []
+    for plane in planes:
+        if not 1 <= len(plane.row_shape) <= 4 or len(plane.field) != ID_BYTES:
+            raise RecordError(f"{plane} needs a row shape of 1-4 sizes and a field digest of {ID_BYTES} bytes")
         shape = tuple(plane.row_shape) + (0,) * (4 - len(plane.row_shape))
-        row["layer"], row["role"], row["format"] = plane.layer, int(plane.role), int(plane.format)
-        row["dims"], row["shape"], row["first_row"] = len(plane.row_shape), shape, plane.first_row
-        row["rows"], row["row_bytes"], row["offset"] = plane.rows, plane.row_bytes, plane.offset
-        row["field"] = np.frombuffer(plane.field, np.uint8)
-    return table.tobytes()
+        kind = (plane.layer, int(plane.role), int(plane.format), len(plane.row_shape), *shape)
+        rows.append(_row(_PLANE_ROW, plane, *kind, plane.first_row, plane.rows, plane.row_bytes, plane.offset, plane.field))
+    return b"".join(rows)
 
 
 def unpack_planes(data: bytes) -> tuple[Plane, ...]:
@@ -205,6 +227,7 @@ def unpack_planes(data: bytes) -> tuple[Plane, ...]:
     for index, (layer, role, format_, dims, sizes, first_row, count, bytes_, offset, field) in enumerate(rows):
         if role not in _ROLES or format_ not in _FORMATS:
             raise FormatError(f"plane {index}: role {role} or format {format_} is unknown")
+        sizes = sizes.tolist()  # a subarray stays one in the row's tolist, and its uint32 would wrap
         shape = tuple(sizes[:dims])
         if not 1 <= dims <= 4 or 0 in shape or any(sizes[dims:]):
             raise FormatError(f"plane {index}: shape {sizes} with {dims} dimensions")
@@ -233,4 +256,6 @@ def coverage(planes: Sequence[Plane]) -> bytes:
 def unpack_table(data: bytes, dtype: np.dtype[np.void], what: str) -> npt.NDArray[np.void]:
     if len(data) % dtype.itemsize:
         raise FormatError(f"{what}: {len(data)} bytes are no multiple of {dtype.itemsize}")
+    if len(data) > MAX_TABLE_ROWS * dtype.itemsize:
+        raise FormatError(f"{what}: {len(data) // dtype.itemsize} rows, at most {MAX_TABLE_ROWS} are allowed")
     return np.frombuffer(data, dtype)

@@ -24,7 +24,7 @@ def check(engine: Engine) -> list[str]:
             problems.append(f"resident entries are {ledger.resident_entries}, there are {len(warm)}")
         if ledger.used_bytes > ledger.budget_bytes or ledger.peak_bytes > ledger.budget_bytes:
             problems.append(f"warm budget {ledger.budget_bytes} exceeded: {ledger.used_bytes} used, peak {ledger.peak_bytes}")
-        if min(ledger.reserved_bytes, ledger.promoting_bytes, ledger.lent_bytes) < 0:
+        if min(ledger.reserved_bytes, ledger.promoting_bytes, ledger.leased_bytes, ledger.lent_bytes) < 0:
             problems.append(f"an account is negative: {ledger}")
         for record in warm:
             if os.fstat(record.fd).st_size != record.total_bytes:

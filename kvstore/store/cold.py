@@ -4,7 +4,8 @@ Chunks of one size let LMDB reuse what deletions free; metadata is written in th
 transaction of a save, so that a record that can be found is whole. Default mode throughout:
 no writemap (a full disk would be a SIGBUS), synchronous commits (a commit is a promise).
 
-**Threading:** any thread; LMDB lets one write transaction run at a time, and all of them are short.
+**Threading:** any thread; LMDB lets one write transaction run at a time, and all of them are
+short. `close` waits for calls under way: their views lie in the map it takes away.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import fcntl
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,17 @@ import xxhash
 from warmkv.kvstore import memfd
 from warmkv.schema import canonical, lmdb_records
 from warmkv.schema import segment as container
-from warmkv.schema.errors import ColdFull, CorruptStore, DigestError, FormatError, StoreError, StoreInUse, StoreTooNew
+from warmkv.schema.errors import (
+    ClosedError,
+    ColdFull,
+    CorruptStore,
+    DigestError,
+    FormatError,
+    StoreError,
+    StoreInUse,
+    StoreTooNew,
+    WarmKVError,
+)
 from warmkv.schema.lmdb_records import NamespaceRecord, Usage
 from warmkv.schema.records import Anchor, NamespaceKey, RecordId
 
@@ -39,6 +52,8 @@ FILL = 0.8
 MAP_SLACK_BYTES = 4 << 20
 MIN_MAP_BYTES = 1 << 20
 _CHUNK = container.CHUNK_BYTES
+#: What LMDB raises for a file whose pages are not what they should be.
+UNREADABLE = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.IncompatibleError, lmdb.PanicError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +92,25 @@ def _pages(size: int) -> int:
 class ColdTier:
     """See the module docstring. Create with `open`; `close` releases the environment and the lock."""
 
-    def __init__(self, path: Path, env: lmdb.Environment, lock_fd: int, budget_bytes: int) -> None:
+    def __init__(self, path: Path, lock_fd: int, wanted_bytes: int) -> None:
         self.path = path
-        self.budget_bytes = budget_bytes
         self.bytes_written = 0
-        self._env = env
+        self._wanted_bytes = wanted_bytes
         self._lock_fd = lock_fd
-        self._db = {name: env.open_db(name) for name in lmdb_records.TABLES}
         self._namespaces: set[NamespaceKey] = set()
+        #: Chunks of failed writes that could not be removed either; `delete` tries again.
+        self._leftover: set[RecordId] = set()
+        self._calls = threading.Condition()
+        self._running = 0
+        map_bytes = _map_bytes(path, wanted_bytes)
+        self.budget_bytes = min(wanted_bytes, int(map_bytes * FILL))
+        self._env, self.suspect = _environment(path, map_bytes)
+        try:
+            self._db = {name: self._env.open_db(name) for name in lmdb_records.TABLES}
+            self._check_format()
+        except BaseException:
+            self._env.close()
+            raise
 
     @classmethod
     def open(cls, path: Path, budget_bytes: int) -> ColdTier:
@@ -92,35 +118,36 @@ class ColdTier:
 
         Raises StoreInUse, StoreTooNew, StoreError. An environment LMDB cannot read is moved
         aside with a message and a fresh one begun."""
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock_fd = _lock(path / "store.lock")
         try:
-            tier = cls._open_environment(path, lock_fd, budget_bytes)
-        except BaseException:
-            os.close(lock_fd)
-            raise
-        return tier
-
-    @classmethod
-    def _open_environment(cls, path: Path, lock_fd: int, budget_bytes: int) -> ColdTier:
-        map_bytes = _map_bytes(path, budget_bytes)
-        try:
-            env = _environment(path, map_bytes)
-        except (CorruptStore, lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PanicError) as exc:
-            aside = path / f"data.mdb.corrupt-{time.time_ns()}"
-            os.rename(path / "data.mdb", aside)
-            (path / "lock.mdb").unlink(missing_ok=True)
-            log.error("store %s is not readable (%s); moved to %s, starting a fresh one", path, exc, aside.name)
-            env = _environment(path, map_bytes)
-        except lmdb.Error as exc:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock_fd = _lock(path / "store.lock")
+        except OSError as exc:
             raise StoreError(f"store {path} cannot be opened: {exc}") from exc
         try:
-            tier = cls(path, env, lock_fd, min(budget_bytes, int(map_bytes * FILL)))
-            tier._check_format()
+            try:
+                return cls(path, lock_fd, budget_bytes)
+            except (*UNREADABLE, FormatError) as exc:
+                _move_aside(path, str(exc))
+                return cls(path, lock_fd, budget_bytes)
+        except lmdb.VersionMismatchError as exc:
+            _unlock(lock_fd)
+            raise StoreTooNew(f"store {path} was written by another version of LMDB: {exc}") from exc
+        except (lmdb.Error, OSError) as exc:
+            _unlock(lock_fd)
+            raise StoreError(f"store {path} cannot be opened: {exc}") from exc
         except BaseException:
-            env.close()
+            _unlock(lock_fd)
             raise
-        return tier
+
+    def begin_anew(self, reason: str) -> None:
+        """Move the environment aside, since it turned out unreadable, and begin a fresh one.
+        Nobody else may use the tier yet. Raises StoreError."""
+        self._env.close()
+        try:
+            _move_aside(self.path, reason)
+            self.__init__(self.path, self._lock_fd, self._wanted_bytes)  # type: ignore[misc]
+        except (lmdb.Error, OSError) as exc:
+            raise StoreError(f"store {self.path} cannot be opened: {exc}") from exc
 
     def _check_format(self) -> None:
         with self._env.begin(write=True, db=self._db[b"meta"]) as txn:
@@ -136,10 +163,26 @@ class ColdTier:
 
     def close(self) -> None:
         """Close the environment and give up the lock. Idempotent."""
-        if self._lock_fd >= 0:
+        with self._calls:
+            lock_fd, self._lock_fd = self._lock_fd, -1
+            self._calls.wait_for(lambda: not self._running)
+        if lock_fd >= 0:
             self._env.close()
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+            _unlock(lock_fd)
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """The environment stays open inside. Raises ClosedError once it is not."""
+        with self._calls:
+            if self._lock_fd < 0:
+                raise ClosedError(f"store {self.path} is closed")
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._calls:
+                self._running -= 1
+                self._calls.notify_all()
 
     # -- writing -------------------------------------------------------------------------
 
@@ -147,13 +190,18 @@ class ColdTier:
         """Commit records, parents before children, in transactions of at most 64 MB; metadata of
         all of them in the last one. Raises ColdFull, and then nothing of them can be found."""
         done: list[RecordId] = []
-        try:
-            self._write(items, counter, done)
-        except (lmdb.MapFullError, lmdb.DiskError, lmdb.TxnFullError, lmdb.Error, OSError) as exc:
-            self._remove_chunks(done)
-            if isinstance(exc, lmdb.MapFullError) or getattr(exc, "errno", None) == errno.ENOSPC:
-                raise ColdFull(f"no room left in {self.path}: {exc}") from exc
-            raise ColdFull(f"writing to {self.path} failed: {exc}") from exc
+        with self._call():
+            try:
+                self._write(items, counter, done)
+            except BaseException as exc:
+                self._leftover.update(done)
+                self._remove_leftover()
+                if isinstance(exc, lmdb.MapFullError) or getattr(exc, "errno", None) == errno.ENOSPC:
+                    raise ColdFull(f"no room left in {self.path}: {exc}") from exc
+                if isinstance(exc, (lmdb.Error, OSError, WarmKVError)):
+                    raise ColdFull(f"writing to {self.path} failed: {exc}") from exc
+                raise
+            self._leftover.difference_update(done)
 
     def _write(self, items: Sequence[WriteItem], counter: int, done: list[RecordId]) -> None:
         heads: list[bytes] = []
@@ -196,7 +244,7 @@ class ColdTier:
     def write_usage(self, rows: Iterable[tuple[RecordId, Usage, tuple[Anchor, ...]]], counter: int) -> None:
         """One transaction of usage and anchors of stored records, and the recency counter."""
         try:
-            with self._env.begin(write=True) as txn:
+            with self._call(), self._env.begin(write=True) as txn:
                 for id_, usage, anchors in rows:
                     txn.put(id_, lmdb_records.encode_usage(usage), db=self._db[b"usage"])
                     for anchor in anchors:
@@ -206,21 +254,27 @@ class ColdTier:
             raise ColdFull(f"writing usage to {self.path} failed: {exc}") from exc
 
     def delete(self, ids: Sequence[RecordId]) -> None:
-        """Remove records: metadata in one transaction, then chunks in small ones."""
-        if not ids:
+        """Remove records: metadata in one transaction, then chunks in small ones. Raises
+        ColdFull when the disk refuses; the same call may be made again."""
+        if not ids and not self._leftover:
             return
-        with self._env.begin(write=True) as txn:
-            for id_ in ids:
-                for table in (b"segments", b"usage"):
-                    txn.delete(id_, db=self._db[table])
-                for key in [key for key, _ in _under(txn, self._db[b"anchors"], id_)]:
-                    txn.delete(key, db=self._db[b"anchors"])
-        self._remove_chunks(ids)
+        try:
+            with self._call():
+                with self._env.begin(write=True) as txn:
+                    for id_ in ids:
+                        for table in (b"segments", b"usage"):
+                            txn.delete(id_, db=self._db[table])
+                        for key in [key for key, _ in _under(txn, self._db[b"anchors"], id_)]:
+                            txn.delete(key, db=self._db[b"anchors"])
+                self._remove_chunks(ids)
+                self._remove_leftover()
+        except (lmdb.Error, OSError) as exc:
+            raise ColdFull(f"deleting from {self.path} failed: {exc}") from exc
 
     def note_quarantine(self, id_: RecordId, reason: str) -> None:
         """Keep a note that a record's bytes were bad, until it is saved anew."""
         try:
-            with self._env.begin(write=True) as txn:
+            with self._call(), self._env.begin(write=True) as txn:
                 txn.put(id_, canonical.encode((reason, time.time_ns())), db=self._db[b"quarantine"])
         except lmdb.Error as exc:
             raise ColdFull(f"writing to {self.path} failed: {exc}") from exc
@@ -228,11 +282,13 @@ class ColdTier:
     def sweep(self, bad: Sequence[RecordId], empty: Sequence[NamespaceKey]) -> None:
         """At start: remove records that are not whole and namespaces that hold nothing."""
         self.delete(bad)
-        if empty:
-            with self._env.begin(write=True) as txn:
+        try:
+            with self._call(), self._env.begin(write=True) as txn:
                 for key in empty:
                     txn.delete(key, db=self._db[b"namespaces"])
-            self._namespaces.difference_update(empty)
+        except (lmdb.Error, OSError) as exc:
+            raise ColdFull(f"deleting from {self.path} failed: {exc}") from exc
+        self._namespaces.difference_update(empty)
 
     def _remove_chunks(self, ids: Sequence[RecordId]) -> None:
         for id_ in ids:
@@ -244,12 +300,21 @@ class ColdTier:
                 if len(keys) < 256:
                     break
 
+    def _remove_leftover(self) -> None:
+        try:
+            for id_ in sorted(self._leftover):
+                self._remove_chunks([id_])
+                self._leftover.discard(id_)
+        except (lmdb.Error, OSError) as exc:
+            log.warning("chunks of %d failed writes could not be removed yet: %s", len(self._leftover), exc)
+
     # -- reading -------------------------------------------------------------------------
 
     def load(self, id_: RecordId, total_bytes: int) -> int:
         """Copy a record into a new sealed memfd, checking head and every chunk; its descriptor,
-        owned by the caller. Raises DigestError or FormatError for a record that is not whole."""
-        with self._env.begin(buffers=True) as txn:
+        owned by the caller. Raises DigestError or FormatError for a record that is not whole,
+        StoreError when it cannot be read just now."""
+        with self._reading() as txn:
             raw = txn.get(id_, db=self._db[b"segments"])
             if raw is None:
                 raise FormatError(f"segment {id_.hex()} is not in the cold tier")
@@ -282,9 +347,23 @@ class ColdTier:
             )
         return memoryview(piece)
 
+    @contextmanager
+    def _reading(self) -> Iterator[lmdb.Transaction]:
+        with self._call():
+            try:
+                with self._env.begin(buffers=True) as txn:
+                    yield txn
+            except (lmdb.CorruptedError, lmdb.PageNotFoundError) as exc:
+                raise FormatError(f"pages of {self.path} are not readable: {exc}") from exc
+            except lmdb.ReadersFullError as exc:
+                self._env.reader_check()
+                raise StoreError(f"no reader slot left in {self.path}") from exc
+            except lmdb.Error as exc:
+                raise StoreError(f"reading from {self.path} failed: {exc}") from exc
+
     def verify(self, id_: RecordId) -> container.Head:
         """Check head and payload of a record without copying it. Raises as `load` does."""
-        with self._env.begin(buffers=True) as txn:
+        with self._reading() as txn:
             raw = txn.get(id_, db=self._db[b"segments"])
             if raw is None:
                 raise FormatError(f"segment {id_.hex()} is not in the cold tier")
@@ -298,24 +377,39 @@ class ColdTier:
     # -- restart -------------------------------------------------------------------------
 
     def namespaces(self) -> Iterator[tuple[NamespaceKey, NamespaceRecord]]:
-        """Namespaces on disk; unreadable ones are reported and left out."""
-        with self._env.begin() as txn:
-            for key, value in txn.cursor(self._db[b"namespaces"]):
-                try:
-                    record = lmdb_records.decode_namespace(value)
-                except StoreError:
-                    raise
-                except Exception as exc:  # noqa: BLE001 - anything unreadable is skipped and said
-                    log.warning("namespace %s on disk is not readable: %s", key.hex(), exc)
-                    continue
-                self._namespaces.add(NamespaceKey(key))
-                yield NamespaceKey(key), record
+        """Namespaces on disk; unreadable ones are reported and left out. Raises CorruptStore."""
+        try:
+            with self._call(), self._env.begin() as txn:
+                rows = [(NamespaceKey(key), value) for key, value in txn.cursor(self._db[b"namespaces"])]
+        except lmdb.Error as exc:
+            raise CorruptStore(str(exc)) from exc
+        for key, value in rows:
+            try:
+                record = lmdb_records.decode_namespace(value)
+            except WarmKVError as exc:
+                log.warning("namespace %s on disk is not readable: %s", key.hex(), exc)
+                continue
+            self._namespaces.add(key)
+            yield key, record
 
     def records(self) -> tuple[list[ColdRecord], list[RecordId]]:
         """Whole records, and ids of those to be removed: unreadable heads, missing chunks, and
-        chunks left by a write that never committed its metadata."""
+        chunks left by a write that never committed its metadata.
+
+        Raises CorruptStore where the tables themselves cannot be read, or where the file was
+        too short and a record is not whole."""
+        try:
+            good, bad = self._records()
+            if self.suspect:
+                for record in good:
+                    self.verify(record.head.header.id)
+        except (lmdb.Error, FormatError) as exc:
+            raise CorruptStore(str(exc)) from exc
+        return good, bad
+
+    def _records(self) -> tuple[list[ColdRecord], list[RecordId]]:
         good: list[ColdRecord] = []
-        with self._env.begin() as txn:
+        with self._call(), self._env.begin() as txn:
             counts = self._chunk_counts(txn)
             bad = set(counts)
             for key, value in txn.cursor(self._db[b"segments"]):
@@ -329,12 +423,25 @@ class ColdTier:
                 if head.header.id != id_ or counts.get(id_, 0) != container.chunk_count(head.payload_bytes):
                     log.warning("segment %s on disk is not whole", id_.hex())
                     continue
-                raw = txn.get(id_, db=self._db[b"usage"])
-                usage = lmdb_records.decode_usage(raw) if raw else Usage(0, 0, 0)
-                anchors = tuple(lmdb_records.decode_anchor(item) for _, item in _under(txn, self._db[b"anchors"], id_))
-                good.append(ColdRecord(head, usage, anchors))
+                good.append(ColdRecord(head, self._usage(txn, id_), self._anchors(txn, id_)))
                 bad.discard(id_)
         return good, sorted(bad)
+
+    def _usage(self, txn: lmdb.Transaction, id_: RecordId) -> Usage:
+        try:
+            return lmdb_records.decode_usage(bytes(txn.get(id_, db=self._db[b"usage"]) or b""))
+        except FormatError:
+            return Usage(0, 0, 0)
+
+    def _anchors(self, txn: lmdb.Transaction, id_: RecordId) -> tuple[Anchor, ...]:
+        """Anchors of a record; those of an unknown kind are left out."""
+        anchors = []
+        for _, value in _under(txn, self._db[b"anchors"], id_):
+            try:
+                anchors.append(lmdb_records.decode_anchor(value))
+            except FormatError as exc:
+                log.warning("an anchor of segment %s on disk is not readable: %s", id_.hex(), exc)
+        return tuple(anchors)
 
     def _chunk_counts(self, txn: lmdb.Transaction) -> dict[RecordId, int]:
         counts: dict[RecordId, int] = {}
@@ -344,16 +451,17 @@ class ColdTier:
         return counts
 
     def counter(self) -> int:
-        with self._env.begin(db=self._db[b"meta"]) as txn:
+        with self._call(), self._env.begin(db=self._db[b"meta"]) as txn:
             return int.from_bytes(txn.get(b"counter") or b"", "little")
 
     def quarantined(self) -> int:
-        with self._env.begin() as txn:
+        with self._call(), self._env.begin() as txn:
             return int(txn.stat(self._db[b"quarantine"])["entries"])
 
     def info(self) -> dict[str, int]:
         """File and map sizes, readers in use."""
-        info, stat = self._env.info(), self._env.stat()
+        with self._call():
+            info, stat = self._env.info(), self._env.stat()
         return {
             "map_bytes": int(info["map_size"]),
             "file_bytes": int((info["last_pgno"] + 1) * stat["psize"]),
@@ -361,16 +469,31 @@ class ColdTier:
         }
 
 
-def _environment(path: Path, map_bytes: int) -> lmdb.Environment:
+def _environment(path: Path, map_bytes: int) -> tuple[lmdb.Environment, bool]:
+    """The environment, and whether its file was shorter than its pages.
+
+    That is no proof of damage: LMDB never writes a last page that one transaction took and gave
+    back. But reading past the end would be a SIGBUS, so the file is made long enough, with zeros
+    that no check mistakes for data."""
     env = lmdb.open(str(path), map_size=map_bytes, max_dbs=len(lmdb_records.TABLES), max_readers=1024, mode=0o600)
-    needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    actual = (path / "data.mdb").stat().st_size
-    if actual < needed and env.info()["last_txnid"] > 0:
-        # Reading past the end of the file would be a SIGBUS, not an error.
+    try:
+        data = path / "data.mdb"
+        needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+        short = data.stat().st_size < needed and env.info()["last_txnid"] > 0
+        if short:
+            os.truncate(data, needed)
+        env.reader_check()
+    except BaseException:
         env.close()
-        raise CorruptStore(f"data file has {actual} bytes, its pages end at {needed}")
-    env.reader_check()
-    return env
+        raise
+    return env, short
+
+
+def _move_aside(path: Path, reason: str) -> None:
+    aside = path / f"data.mdb.corrupt-{time.time_ns()}"
+    os.rename(path / "data.mdb", aside)
+    (path / "lock.mdb").unlink(missing_ok=True)
+    log.error("store %s is not readable (%s); moved to %s, starting a fresh one", path, reason, aside.name)
 
 
 def _map_bytes(path: Path, budget_bytes: int) -> int:
@@ -387,10 +510,18 @@ def _lock(path: Path) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as exc:
+    except BaseException as exc:
         os.close(fd)
-        raise StoreInUse(f"store {path.parent} is in use by another process") from exc
+        if isinstance(exc, BlockingIOError):
+            raise StoreInUse(f"store {path.parent} is in use, by another process or by this one") from exc
+        raise
     return fd
+
+
+def _unlock(fd: int) -> None:
+    """Give up the lock, also for children a fork left with a copy of the descriptor."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def _under(txn: lmdb.Transaction, db: Any, prefix: bytes, limit: int = 1 << 30) -> Iterator[tuple[bytes, bytes]]:

@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from warmkv.kvstore.store.session import LocalSession
 from warmkv.kvstore.store.warm import WarmTier
 from warmkv.kvstore.store.write_behind import WriteBehind
 from warmkv.schema import messages as m
-from warmkv.schema.errors import DescriptorLimit, StoreError, WarmKVError
+from warmkv.schema.errors import CorruptStore, DescriptorLimit, WarmKVError
 from warmkv.schema.records import Attachment, Lineage, check_attachments, pack_anchors, unpack_attachments
 
 #: Records one reply hands over; of a longer chain the first so many.
@@ -57,6 +58,7 @@ class Engine:
         self._lease_ids = itertools.count(1)
         self._leased: dict[int, tuple[Record, ...]] = {}
         self._closed = False
+        self._pid = os.getpid()
 
     @classmethod
     def open(cls, options: StoreOptions) -> Engine:
@@ -68,7 +70,12 @@ class Engine:
         if options.path is not None and options.cold_bytes:
             cold = ColdTier.open(options.path, options.cold_bytes)
         try:
-            engine = cls(options, cold)
+            try:
+                engine = cls(options, cold)
+            except CorruptStore as exc:
+                assert cold is not None
+                cold.begin_anew(str(exc))
+                engine = cls(options, cold)
         except BaseException:
             if cold is not None:
                 cold.close()
@@ -76,6 +83,11 @@ class Engine:
         if engine.writer is not None:
             engine.writer.start()
         return engine
+
+    @property
+    def serving(self) -> bool:
+        """False once it is closed, and in a child that a fork made of its process."""
+        return not self._closed and self._pid == os.getpid()
 
     def session(self, uid: int) -> LocalSession:
         """A session of user ``uid``; closing it ends its leases and reservations."""
@@ -123,6 +135,9 @@ class Engine:
                 moved, failed_at, reason = self._promote(found.spans)
                 promoted += moved
                 fds = self._descriptors(found.spans) if failed_at is None else ()
+            except _Gone:
+                self.release([lease])
+                continue
             except BaseException:
                 self.release([lease])
                 raise
@@ -131,14 +146,16 @@ class Engine:
             self.release([lease])
             trouble, limit = reason, failed_at
             if failed_at == 0:
-                found = Found(found.walk)
-                answer = self._answer(request, found)
+                with self.index.changed:
+                    found = Found(found.walk)
+                    answer = self._answer(request, found)
                 break
         self._count(found)
         reason = "; ".join(part for part in (answer.reason, trouble) if part)
         answer = replace(answer, tier=tier if found.usable else m.TIER_NONE, reason=reason)
         shown = {name: getattr(answer, name) for name in m.Matched.__dataclass_fields__}
-        return m.Acquired(**shown, lease=lease, promoted_bytes=promoted, spans=pack_spans(found.spans)), fds
+        held = lease if found.spans else 0
+        return m.Acquired(**shown, lease=held, promoted_bytes=promoted, spans=pack_spans(found.spans)), fds
 
     def prefetch(self, request: m.Prefetch) -> m.Matched:
         acquire = m.Acquire(request.namespace, request.lineage, request.tokens, request.attachments, request.at)
@@ -159,18 +176,16 @@ class Engine:
             self.index.changed.notify_all()
 
     def _find(self, request: m.Match | m.Acquire, attachments: tuple[Attachment, ...], limit: int) -> Found:
-        found = self.index.find(
-            request.namespace, Lineage(request.lineage), request.tokens.tobytes(), attachments,
-            anchored=request.at == m.AT_ANCHOR, limit=limit,
+        find = partial(
+            self.index.find, request.namespace, Lineage(request.lineage), request.tokens.tobytes(), attachments,
+            anchored=request.at == m.AT_ANCHOR,
         )  # fmt: skip
-        if len(found.spans) > MAX_SPANS:
-            cap = found.spans[MAX_SPANS].start
-            found = self.index.find(request.namespace, Lineage(request.lineage), request.tokens.tobytes(), attachments, limit=cap)
-        return found
+        found = find(limit=limit)
+        return find(limit=found.spans[MAX_SPANS].start) if len(found.spans) > MAX_SPANS else found
 
     def _lease(self, found: Found, lease: int) -> None:
         records = tuple(span.record for span in found.spans)
-        deadline = time.monotonic() + self.options.lease_ttl_s
+        deadline = self.warm.clock() + self.options.lease_ttl_s
         for record in records:
             record.leases[lease] = deadline
         if records:
@@ -195,7 +210,7 @@ class Engine:
             with self.index.changed:
                 for span in spans:
                     if not span.record.warm:
-                        raise StoreError("a leased segment left the warm tier")
+                        raise _Gone
                     fds.append(fcntl.fcntl(span.record.fd, fcntl.F_DUPFD_CLOEXEC, 0))
         except OSError as exc:
             _close(fds)
@@ -253,6 +268,10 @@ class Engine:
         if found.usable == length - 1:
             return "all tokens are stored; one is left to feed, since no logits are parked at the end"
         return f"all {length} tokens agree, rows to resume from end at {found.usable}"
+
+
+class _Gone(Exception):
+    """A leased record was forgotten between promotion and hand-over: look again."""
 
 
 def pack_spans(spans: tuple[Span, ...]) -> bytes:

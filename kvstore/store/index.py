@@ -208,6 +208,8 @@ class Index:
         if record.parent is not None:
             record.parent.children.discard(record)
         record.namespace.records.discard(record)
+        if not record.namespace.records:
+            self.namespaces.pop(record.namespace.key, None)
         self.records.pop(record.id, None)
         self.touched.discard(record)
         record.gone = True

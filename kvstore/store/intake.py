@@ -7,7 +7,6 @@ pages, head digest, bounds, geometry against the identity, payload digests, pare
 from __future__ import annotations
 
 import fcntl
-import itertools
 import time
 from dataclasses import dataclass
 
@@ -60,8 +59,6 @@ class Intake:
         self._writer = writer
         self._options = options
         self._epoch = epoch
-        self._ids = itertools.count(1)
-        self._reservations: dict[int, tuple[int, float]] = {}
 
     # -- offers --------------------------------------------------------------------------
 
@@ -74,19 +71,21 @@ class Intake:
             held, parent = self._held(request, tokens, attachments)
             wanted = (len(request.tokens) - held) * request.row_bytes + request.fixed_bytes if request.row_bytes else 0
             wanted = wanted if held < len(request.tokens) else 0
-            reservation = 0
+        reservation = 0
+        try:
             if wanted:
-                self._expire()
-                self._warm.make_room(wanted)
-                again, parent_again = self._held(request, tokens, attachments)
-                if again != held or parent_again is not parent:
-                    raise OfferAgain("what the save builds on was evicted to make room for it")
-                reservation = next(self._ids)
-                self._reservations[reservation] = (wanted, time.monotonic() + self._options.reservation_ttl_s)
-                self._warm.ledger.reserved_bytes += wanted
-                self._warm.ledger.note_peak()
-        self._warm.reap()
+                reservation = self._reserve(wanted, parent)
+        finally:
+            self._warm.reap()
         return m.Offered(held, parent.id if parent else ROOT, reservation, wanted, self._epoch)
+
+    def _reserve(self, wanted: int, parent: Record | None) -> int:
+        with self._index.changed:
+            if parent is None or not parent.gone:
+                self._warm.make_room(wanted, parent)
+            if parent is not None and parent.gone:
+                raise OfferAgain("what the save builds on went while room was made for it")
+            return self._warm.ledger.reserve(wanted, self._warm.clock() + self._options.reservation_ttl_s)
 
     def _held(self, request: m.Offer, tokens: bytes, attachments: tuple[Attachment, ...]) -> tuple[int, Record | None]:
         found = self._index.find(request.namespace, Lineage(request.lineage), tokens, attachments)
@@ -100,18 +99,8 @@ class Intake:
     def give_back(self, reservation: int) -> None:
         """End a reservation; an unknown one is ignored."""
         with self._index.changed:
-            self._give_back(reservation)
+            self._warm.ledger.give_back(reservation)
             self._index.changed.notify_all()
-
-    def _give_back(self, reservation: int) -> None:
-        taken = self._reservations.pop(reservation, None)
-        if taken is not None:
-            self._warm.ledger.reserved_bytes -= taken[0]
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        for reservation in [key for key, (_, deadline) in self._reservations.items() if deadline <= now]:
-            self._give_back(reservation)
 
     # -- commits -------------------------------------------------------------------------
 
@@ -128,8 +117,10 @@ class Intake:
             record, duplicate = self._take(request, head, fd, total_bytes, owner, anchors)
         finally:
             self.give_back(request.reservation)
-        self._warm.reap()
-        durable = self._acknowledge(record, request.ack)
+            self._warm.reap()
+        # Anchors that hang on older records are not in the transaction that stores this one.
+        older = duplicate or any(anchor.position <= record.start for anchor in anchors)
+        durable = self._acknowledge(record, request.ack, older and bool(anchors))
         held = head.header.end if isinstance(head.header, SegmentHeader) else 0
         return m.Committed(record.id, held, 0 if duplicate else total_bytes, duplicate, durable)
 
@@ -157,18 +148,22 @@ class Intake:
         tokens = before + header.tokens.tobytes()
         attachments = (*inherited, *header.attachments)
         self._check_id(header, tokens, attachments)
+        _check_positions(anchors, header.end, attachments)
         with self._index.changed:
-            if parent is not None and parent.gone:
-                raise OfferAgain("what the save builds on was evicted meanwhile")
             known = self._known(header, tokens, attachments)
+            if known is None:
+                if parent is not None and parent.gone:
+                    raise OfferAgain("what the save builds on was evicted meanwhile")
+                self._warm.ledger.give_back(request.reservation)
+                self._warm.make_room(total_bytes, parent)
+                # Making room may have waited: somebody else may have saved or dropped the same.
+                known = self._known(header, tokens, attachments)
             if known is not None:
                 self._annotate(known, anchors)
                 self.duplicates += 1
                 return known, True
-            self._give_back(request.reservation)
-            self._warm.make_room(total_bytes)
             if parent is not None and parent.gone:
-                raise OfferAgain("what the save builds on was evicted to make room for it")
+                raise OfferAgain("what the save builds on went while room was made for it")
             record = self._admit(head, fd, total_bytes, owner, parent, tokens, attachments)
             self._annotate(record, anchors)
             if self._writer is not None:
@@ -235,9 +230,10 @@ class Intake:
 
     def annotate(self, request: m.Annotate) -> m.Committed:
         """Anchors for, and an acknowledgement of, rows that are held already. Raises OfferAgain."""
+        self.give_back(request.reservation)
         anchors = self._check_anchors(request.anchors)
         attachments = check_attachments(unpack_attachments(request.attachments), len(request.tokens))
-        self.give_back(request.reservation)
+        _check_positions(anchors, len(request.tokens), attachments)
         with self._index.changed:
             found = self._index.find(request.namespace, Lineage(request.lineage), request.tokens.tobytes(), attachments)
             record = self._index.covering(found.walk, found.held) if found.walk else None
@@ -249,14 +245,14 @@ class Intake:
         return m.Committed(record.id, found.held, 0, True, durable)
 
     def _annotate(self, record: Record, anchors: tuple[Anchor, ...]) -> None:
-        """Hang each anchor on the record of the chain that holds its position; lock held."""
+        """Hang each anchor on the record of the chain that holds its position; lock held.
+
+        The deepest one: what it builds on may go on past its start, with other tokens."""
         chain = self._index.chain_of(record)
         for anchor in anchors:
-            for link in chain:
-                if link.start < anchor.position <= link.end:
-                    link.anchors[(anchor.position, anchor.kind)] = anchor
-                    self._index.touched.add(link)
-                    break
+            link = next(link for link in reversed(chain) if link.start < anchor.position)
+            link.anchors[(anchor.position, anchor.kind)] = anchor
+            self._index.touched.add(link)
 
     @staticmethod
     def _check_anchors(packed: bytes) -> tuple[Anchor, ...]:
@@ -277,6 +273,14 @@ class Intake:
             if anchors:
                 self._writer.carry_usage(self._options.durable_timeout_s)
         return True
+
+
+def _check_positions(anchors: tuple[Anchor, ...], length: int, attachments: tuple[Attachment, ...]) -> None:
+    for anchor in anchors:
+        if not 0 < anchor.position <= length:
+            raise RecordError(f"anchor at {anchor.position} lies outside the {length} tokens")
+        if any(item.start < anchor.position < item.end for item in attachments):
+            raise RecordError(f"anchor at {anchor.position} lies inside an attachment")
 
 
 def check_geometry(header: SegmentHeader, identity: Identity) -> None:

@@ -1,12 +1,15 @@
 """The warm budget as a ledger: who holds how many bytes of shared memory right now.
 
-Budget = resident + reserved uploads + promotions under way. It is checked before anything is
-allocated. Bytes evicted while a client still mapped them are a gauge beside it (``lent``).
+Budget = resident + reserved uploads + promotions under way + evicted under a living lease. It
+is checked before anything is allocated. What is evicted after its lease ran out and may still
+be mapped by a client is a gauge beside it (``lent``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -20,12 +23,15 @@ class Ledger:
     reserved_bytes: int = 0
     promoting_bytes: int = 0
     promoting_entries: int = 0
+    leased_bytes: int = 0
     lent_bytes: int = 0
     peak_bytes: int = 0
+    _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _reservations: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     @property
     def used_bytes(self) -> int:
-        return self.resident_bytes + self.reserved_bytes + self.promoting_bytes
+        return self.resident_bytes + self.reserved_bytes + self.promoting_bytes + self.leased_bytes
 
     def excess_bytes(self, wanted_bytes: int) -> int:
         """How far ``wanted_bytes`` more would go over the budget; 0 when they fit."""
@@ -37,3 +43,20 @@ class Ledger:
 
     def note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def reserve(self, wanted_bytes: int, deadline: float) -> int:
+        """Set room that was made aside until ``deadline``; the reservation's number."""
+        reservation = next(self._ids)
+        self._reservations[reservation] = (wanted_bytes, deadline)
+        self.reserved_bytes += wanted_bytes
+        self.note_peak()
+        return reservation
+
+    def give_back(self, reservation: int) -> None:
+        """End a reservation; an unknown one is ignored."""
+        self.reserved_bytes -= self._reservations.pop(reservation, (0, 0.0))[0]
+
+    def expire(self, now: float) -> None:
+        """End reservations whose deadline passed."""
+        for reservation in [key for key, (_, deadline) in self._reservations.items() if deadline <= now]:
+            self.give_back(reservation)

@@ -50,6 +50,8 @@ class Promotion:
             record.promotion = self
             try:
                 self._warm.make_room(record.total_bytes)
+                if record.gone:
+                    raise OfferAgain("the record was dropped while room was made for it")
             except BaseException:
                 self._finish(record)
                 raise

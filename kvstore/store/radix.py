@@ -118,6 +118,22 @@ class RadixTree(Generic[R]):
             del node.parent.children[node.key]
             self.nodes -= 1
             node = node.parent
+        while node.parent is not None and node.end >= start:
+            node = self._merge(node).parent or self.root
+
+    def _merge(self, node: Node[R]) -> Node[R]:
+        """Undo a split that nothing needs any more: join a node and its only child where they
+        carry the same records. The lower keeps its identity, as in a split; the joined node."""
+        child = next(iter(node.children.values()), None)
+        if child is None or len(node.children) > 1 or child.attachment is not None:
+            return node
+        if set(child.records) != set(node.records) or node.parent is None:
+            return node
+        child.parent, child.key, child.attachment = node.parent, node.key, node.attachment
+        child.start, child.edge = node.start, node.edge + child.edge
+        child.parent.children[child.key] = child
+        self.nodes -= 1
+        return child
 
     def prefix(self, bottom: Node[R], end: int) -> tuple[bytes, tuple[Attachment, ...]]:
         """Tokens [0, end) on the path to ``bottom`` and the attachments that begin among them."""

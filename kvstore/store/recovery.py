@@ -6,7 +6,7 @@ import logging
 
 from warmkv.kvstore.store.cold import ColdRecord, ColdTier
 from warmkv.kvstore.store.index import Cold, Index, Namespace, Record
-from warmkv.schema.errors import WarmKVError
+from warmkv.schema.errors import ColdFull, WarmKVError
 from warmkv.schema.records import ROOT, Attachment, NamespaceKey, RecordId
 from warmkv.schema.segment import SegmentHeader
 
@@ -39,7 +39,10 @@ def load_index(index: Index, cold: ColdTier) -> int:
         log.warning("swept %d unusable records from the store", len(bad))
     empty = [key for key, namespace in namespaces.items() if not namespace.records]
     if bad or empty:
-        cold.sweep([RecordId(id_) for id_ in bad], empty)
+        try:
+            cold.sweep([RecordId(id_) for id_ in bad], empty)
+        except ColdFull as exc:
+            log.error("the sweep is left to the next start: %s", exc)
     return len(bad)
 
 

@@ -9,6 +9,7 @@ from warmkv.kvstore.store.index import Index, Record
 from warmkv.kvstore.store.warm import WarmTier
 from warmkv.kvstore.store.write_behind import WriteBehind
 from warmkv.schema import messages as m
+from warmkv.schema.errors import ColdFull
 from warmkv.schema.records import Lineage, NamespaceKey, check_attachments, unpack_attachments
 
 
@@ -77,6 +78,9 @@ class Removal:
         self._warm.reap()
         if self._writer is not None and dropped:
             self._writer.flush(None)
+            with self._index.changed:
+                if self._writer.refused(record.id for record in dropped):
+                    raise ColdFull("dropped, but the disk refused to delete some of it; that is tried again with every write")
         with self._index.changed:
             self._index.changed.notify_all()
         return m.Forgotten(len(dropped), sum(record.total_bytes for record in dropped))

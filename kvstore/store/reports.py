@@ -47,6 +47,7 @@ def status(engine: Engine, uid: int, given: dict[str, object]) -> dict[str, obje
 
 
 def stats(engine: Engine, uid: int, given: dict[str, object]) -> dict[str, object]:
+    on_disk = {"quarantined": engine.cold.quarantined(), **engine.cold.info()} if engine.cold else {"quarantined": 0}
     with engine.index.changed:
         ledger, writer, cold, intake = engine.warm.ledger, engine.writer, engine.cold, engine.intake
         records = list(engine.index.records.values())
@@ -58,6 +59,7 @@ def stats(engine: Engine, uid: int, given: dict[str, object]) -> dict[str, objec
                 "budget_entries": ledger.budget_entries,
                 "reserved_bytes": ledger.reserved_bytes,
                 "promoting_bytes": ledger.promoting_bytes,
+                "leased_bytes": ledger.leased_bytes,
                 "lent_bytes": ledger.lent_bytes,
                 "peak_bytes": ledger.peak_bytes,
                 "evictions": engine.warm.evictions,
@@ -70,8 +72,7 @@ def stats(engine: Engine, uid: int, given: dict[str, object]) -> dict[str, objec
                 "bytes_written": cold.bytes_written if cold else 0,
                 "evictions": writer.evictions if writer else 0,
                 "failures": writer.failures if writer else 0,
-                "quarantined": cold.quarantined() if cold else 0,
-                **(cold.info() if cold else {}),
+                **on_disk,
             },
             "entries": len(records),
             "namespaces": len(engine.index.namespaces),

@@ -47,7 +47,9 @@ class LocalSession:
         parsed = Identity.from_canonical(identity)
         key = ids.namespace_key(self.uid, share, ids.fingerprint(parsed))
         with self._lock:
-            if key not in self._owners and len(self._owners) >= MAX_OPEN_IDENTITIES:
+            # Opened again, an identity becomes the newest: callers keep fewer keys than this.
+            self._owners.pop(key, None)
+            if len(self._owners) >= MAX_OPEN_IDENTITIES:
                 self._owners.pop(next(iter(self._owners)))
             self._owners[key] = Owner(self.uid, share, parsed)
         return key
@@ -65,15 +67,19 @@ class LocalSession:
     def acquire(self, request: m.Acquire) -> Grant:
         self._may_read(request.namespace)
         reply, fds = self._engine.acquire(request)
-        with self._lock:
+        if reply.lease:
             self._leases.add(reply.lease)
         return Grant(reply, fds, lambda: self.release([reply.lease]))
 
     def release(self, leases: list[int]) -> None:
-        """End leases of this session; others are ignored."""
-        with self._lock:
-            ours = [lease for lease in leases if lease in self._leases]
-            self._leases.difference_update(ours)
+        """End leases of this session; others are ignored.
+
+        The garbage collector may call this at any point of any thread, in a forked child too:
+        it takes no lock that this thread may hold already and cannot take again."""
+        if not self._engine.serving:
+            return
+        ours = [lease for lease in leases if lease in self._leases]
+        self._leases.difference_update(ours)
         if ours:
             self._engine.release(ours)
 
@@ -89,8 +95,9 @@ class LocalSession:
         return reply
 
     def commit(self, request: m.Commit, fd: int) -> m.Committed:
+        owner = self._owner(request.namespace)
         self._claim(request.reservation)
-        return self._engine.intake.commit(request, fd, self._owner(request.namespace))
+        return self._engine.intake.commit(request, fd, owner)
 
     def annotate(self, request: m.Annotate) -> m.Committed:
         self._owner(request.namespace)
@@ -107,6 +114,7 @@ class LocalSession:
 
     def clear(self, request: m.Clear) -> m.Forgotten:
         """One namespace, or with ``everything`` all that belong to this user."""
+        self._require_open()
         if request.everything:
             with self._engine.index.changed:
                 keys = [key for key, item in self._engine.index.namespaces.items() if item.owner_uid == self.uid]
@@ -124,9 +132,8 @@ class LocalSession:
         """End leases and reservations. Idempotent."""
         with self._lock:
             self._closed = True
-            leases, self._leases = list(self._leases), set()
             reservations, self._reservations = self._reservations, set()
-        self._engine.release(leases)
+        self.release(list(self._leases))
         for reservation in reservations:
             self._engine.intake.give_back(reservation)
 
@@ -155,5 +162,5 @@ class LocalSession:
             raise UnknownNamespace(f"namespace {key.hex()} was not opened on this session")
 
     def _require_open(self) -> None:
-        if self._closed:
+        if self._closed or not self._engine.serving:
             raise ClosedError("session is closed")

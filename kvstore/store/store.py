@@ -28,6 +28,8 @@ class Store(Verbs):
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every queued save is done and everything is on disk."""
+        if not self._closed:
+            self._require_open()
         return super().flush(timeout_s) and self._engine.flush(timeout_s)
 
     def close(self) -> None:

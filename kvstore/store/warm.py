@@ -28,28 +28,34 @@ class WarmTier:
         self.evictions = 0
         self._index = index
         self._busy_timeout_s = busy_timeout_s
-        self._clock = clock
+        self.clock = clock
         self._wall_ns = wall_ns
         self._doomed: list[int] = []
+        #: Bytes evicted under a lease: within the budget while the lease lives, then only lent.
+        self._leased: dict[Record, int] = {}
         self._lent: dict[Record, int] = {}
 
-    def make_room(self, wanted_bytes: int) -> None:
+    def make_room(self, wanted_bytes: int, builds_on: Record | None = None) -> None:
         """Evict until ``wanted_bytes`` and one entry more fit. Raises TooLarge or Busy; then
-        nothing was evicted that would not have been enough."""
+        nothing was evicted that would not have been enough.
+
+        The chain that the newcomer ``builds_on`` is not evicted where it would be lost: room
+        for rows without what they continue is of no use. May wait, with the lock given up."""
         ledger = self.ledger
         if wanted_bytes > ledger.budget_bytes or ledger.budget_entries < 1:
             raise TooLarge(f"{wanted_bytes} bytes do not fit the warm budget of {ledger.budget_bytes} bytes")
-        deadline = self._clock() + self._busy_timeout_s
+        deadline = self.clock() + self._busy_timeout_s
         while True:
+            self._expire()
             excess = max(ledger.excess_bytes(wanted_bytes), int(ledger.full_of_entries))
             if not excess:
                 return
-            victims = plan_eviction(self._candidates(), excess)
+            victims = plan_eviction(self._candidates(builds_on), excess)
             if victims is not None:
                 for record in victims:
                     self.evict(record)
                 continue
-            remaining = deadline - self._clock()
+            remaining = deadline - self.clock()
             if remaining <= 0 or not self._waiting_helps():
                 raise Busy(f"{excess} bytes more than can be evicted now are wanted: the rest is leased, pinned or being written")
             self._index.changed.wait(min(remaining, 0.5))
@@ -69,15 +75,30 @@ class WarmTier:
         self.ledger.resident_bytes -= record.total_bytes
         self.ledger.resident_entries -= 1
         self.evictions += 1
-        if record.leases:
-            self._lent[record] = record.total_bytes
-            self.ledger.lent_bytes += record.total_bytes
+        if self.leased(record):
+            self._leased[record] = self._leased.get(record, 0) + record.total_bytes
+            self.ledger.leased_bytes += record.total_bytes
+        elif record.leases:
+            self._lend(record, record.total_bytes)
         if record.cold == Cold.ABSENT and not record.gone:
             self._index.drop(record)
 
     def unlend(self, record: Record) -> None:
-        """The last lease of a record ended: what was lent of it is no more."""
+        """The last lease of a record ended: what was leased or lent of it is no more."""
+        self.ledger.leased_bytes -= self._leased.pop(record, 0)
         self.ledger.lent_bytes -= self._lent.pop(record, 0)
+
+    def _lend(self, record: Record, total_bytes: int) -> None:
+        self._lent[record] = self._lent.get(record, 0) + total_bytes
+        self.ledger.lent_bytes += total_bytes
+
+    def _expire(self) -> None:
+        """Stop counting reservations and evicted bytes whose time is over."""
+        self.ledger.expire(self.clock())
+        for record in [item for item in self._leased if not self.leased(item)]:
+            total_bytes = self._leased.pop(record)
+            self.ledger.leased_bytes -= total_bytes
+            self._lend(record, total_bytes)
 
     def reap(self) -> None:
         """Close the descriptors of evicted containers. The index lock must not be held."""
@@ -89,18 +110,21 @@ class WarmTier:
             os.close(fd)
 
     def leased(self, record: Record) -> bool:
-        now = self._clock()
-        return any(deadline > now for deadline in record.leases.values())
+        now = self.clock()
+        # A copy: the garbage collector may end a lease in the middle of this loop.
+        return any(deadline > now for deadline in list(record.leases.values()))
 
-    def _candidates(self) -> Iterator[Candidate[Record]]:
+    def _candidates(self, builds_on: Record | None) -> Iterator[Candidate[Record]]:
         now_ns = self._wall_ns()
+        needed = set(self._index.chain_of(builds_on)) if builds_on is not None else set()
         for record in self._index.warm_order:
             dirty = record.cold in (Cold.QUEUED, Cold.WRITING)
-            keep = dirty or record.pinned_until_ns > now_ns or self.leased(record)
+            lost = record.cold == Cold.ABSENT and record in needed
+            keep = dirty or lost or record.pinned_until_ns > now_ns or self.leased(record)
             children = record.warm_children if record.cold == Cold.STORED else len(record.children)
             yield Candidate(record, record.parent, record.total_bytes, children, keep)
 
     def _waiting_helps(self) -> bool:
         return any(record.cold in (Cold.QUEUED, Cold.WRITING) for record in self._index.warm_order) or bool(
-            self.ledger.promoting_bytes
+            self.ledger.promoting_bytes or self.ledger.reserved_bytes
         )

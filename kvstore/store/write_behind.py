@@ -12,8 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 
 from warmkv.kvstore.store.cold import TRANSACTION_BYTES, ColdTier, WriteItem, stored_bytes
 from warmkv.kvstore.store.index import Cold, Index, Record
@@ -42,18 +41,25 @@ class WriteBehind:
         self._wall_ns = wall_ns
         self._queue: deque[Record] = deque()
         self._deletions: list[RecordId] = []
+        #: What a full or failing disk refused to delete; tried again with every round.
+        self._undeleted: list[RecordId] = []
         self._usage_wanted = 0
         self._usage_done = 0
+        self._usage_error = ""
         self._busy = False
         self._stopping = False
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="warmkv-writer", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Write what is queued, carry usage over, end the thread. The lock must not be held."""
+        """Write what is queued, once more what failed, carry usage over, end the thread. The
+        lock must not be held."""
         with self._index.changed:
+            for record in [item for item in self._index.warm_order if item.cold_error]:
+                self.enqueue(record)
             self._stopping = True
             self._index.changed.notify_all()
         if self._thread.is_alive():
@@ -65,6 +71,7 @@ class WriteBehind:
             return
         for link in self._index.chain_of(record):
             if link.cold == Cold.ABSENT and link.warm:
+                link.cold_error = ""
                 self._index.set_cold(link, Cold.QUEUED)
                 self._queue.append(link)
         self._index.changed.notify_all()
@@ -78,16 +85,25 @@ class WriteBehind:
         self._index.changed.notify_all()
 
     def carry_usage(self, timeout_s: float) -> None:
-        """Commit anchors and usage now instead of with the next batch. Raises Busy."""
+        """Commit anchors and usage now instead of with the next batch. Raises Busy, ColdFull,
+        ClosedError."""
         self._usage_wanted += 1
         wanted = self._usage_wanted
         self._index.changed.notify_all()
-        if not self._index.changed.wait_for(lambda: self._usage_done >= wanted, timeout_s):
+        if not self._index.changed.wait_for(lambda: self._usage_done >= wanted or self._ended, timeout_s):
             raise Busy(f"anchors were not committed within {timeout_s} s")
+        if self._usage_done < wanted:
+            raise ClosedError("the store was closed before the anchors were committed")
+        if self._usage_error:
+            raise ColdFull(self._usage_error)
 
     def wait_durable(self, record: Record, timeout_s: float) -> None:
         """Until the record and all it builds on are committed. Raises ColdFull, Busy, ClosedError."""
-        if not self._index.changed.wait_for(lambda: record.cold in (Cold.STORED, Cold.ABSENT) or record.gone, timeout_s):
+
+        def settled() -> bool:
+            return record.cold in (Cold.STORED, Cold.ABSENT) or record.gone or self._ended
+
+        if not self._index.changed.wait_for(settled, timeout_s):
             raise Busy(f"not committed within {timeout_s} s; the rows are held in memory")
         if record.cold != Cold.STORED or record.gone:
             if self._stopping:
@@ -96,39 +112,71 @@ class WriteBehind:
 
     def flush(self, timeout_s: float | None) -> bool:
         """Wait until nothing is queued, written or to be deleted. The lock must not be held."""
+
+        def idle() -> bool:
+            return not (self._queue or self._busy or self._deletions) or self._ended
+
         with self._index.changed:
-            return self._index.changed.wait_for(lambda: not (self._queue or self._busy or self._deletions), timeout_s)
+            return self._index.changed.wait_for(idle, timeout_s)
+
+    def refused(self, ids: Iterable[RecordId]) -> bool:
+        """Whether one of these records could not be deleted from disk yet; lock held."""
+        return not set(ids).isdisjoint([*self._undeleted, *self._deletions])
 
     # -- the thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        next_usage = time.monotonic() + self._usage_interval_s
-        while True:
+        # The first round waits for nothing: the budget may have shrunk since the last start.
+        next_usage = time.monotonic()
+        stopping = False
+        try:
+            while not stopping:
+                with self._index.changed:
+                    self._index.changed.wait_for(self._has_work, max(0.0, next_usage - time.monotonic()))
+                    stopping = self._stopping and not self._queue and not self._deletions
+                    usage_wanted = self._usage_wanted
+                self._round()
+                if stopping or usage_wanted > self._usage_done or time.monotonic() >= next_usage:
+                    error = self._carry_usage()
+                    next_usage = time.monotonic() + self._usage_interval_s
+                    with self._index.changed:
+                        self._usage_done, self._usage_error = usage_wanted, error
+                        self._index.changed.notify_all()
+        finally:
             with self._index.changed:
-                self._index.changed.wait_for(self._has_work, max(0.0, next_usage - time.monotonic()))
-                batch = self._take()
-                deletions, self._deletions = self._deletions, []
-                victims = self._make_room(batch)
-                self._busy = bool(batch or deletions or victims)
-                stopping = self._stopping and not self._busy and not self._queue
-                usage_wanted = self._usage_wanted
-            try:
-                self._guard(partial(self._cold.delete, victims + deletions))
-                if batch:
-                    self._write(batch)
-            finally:
-                self._warm.reap()
-                with self._index.changed:
-                    self._busy = False
-                    self._index.changed.notify_all()
-            if stopping or usage_wanted > self._usage_done or time.monotonic() >= next_usage:
-                self._guard(self._carry_usage)
-                next_usage = time.monotonic() + self._usage_interval_s
-                with self._index.changed:
-                    self._usage_done = usage_wanted
-                    self._index.changed.notify_all()
-            if stopping:
-                return
+                self._ended = True
+                self._index.changed.notify_all()
+
+    def _round(self) -> None:
+        """Delete what was dropped or must give way, then write one batch."""
+        with self._index.changed:
+            batch = self._take()
+            doomed = self._undeleted + self._deletions + self._make_room(batch)
+            self._undeleted, self._deletions = [], []
+            self._busy = bool(batch or doomed)
+        try:
+            if self._delete(doomed, batch) and batch:
+                self._write(batch)
+        finally:
+            self._warm.reap()
+            with self._index.changed:
+                self._busy = False
+                self._index.changed.notify_all()
+
+    def _delete(self, doomed: list[RecordId], batch: list[Record]) -> bool:
+        """Whether all of ``doomed`` is off the disk. If not, the batch fails: it has no room,
+        and a record of it may bear the id of one that is still to be deleted."""
+        try:
+            self._cold.delete(doomed)
+        except Exception as exc:  # noqa: BLE001 - the writer must live
+            self.failures += 1
+            log.error("%d records could not be deleted from disk, to be tried again: %s", len(doomed), exc)
+            with self._index.changed:
+                self._undeleted = doomed
+                for record in batch:
+                    self._fail(record, f"room could not be made on disk: {exc}")
+            return False
+        return True
 
     def _has_work(self) -> bool:
         return bool(self._queue or self._deletions or self._stopping or self._usage_wanted > self._usage_done)
@@ -162,7 +210,8 @@ class WriteBehind:
             del batch[1:]
             return self._make_room(batch)
         if victims is None:
-            self._fail(batch.pop(), f"{wanted} bytes do not fit the cold budget of {self._cold.budget_bytes} bytes")
+            if batch:
+                self._fail(batch.pop(), f"{wanted} bytes do not fit the cold budget of {self._cold.budget_bytes} bytes")
             return []
         for record in victims:
             self.cold_bytes -= stored_bytes(record.total_bytes, record.payload_bytes)
@@ -175,17 +224,20 @@ class WriteBehind:
     def _candidates(self) -> Iterator[Candidate[Record]]:
         now_ns = self._wall_ns()
         for record in self._index.cold_order:
-            keep = record.promotion is not None or record.pinned_until_ns > now_ns
+            wanted = record.promotion is not None or (not record.warm and self._warm.leased(record))
+            keep = wanted or record.pinned_until_ns > now_ns
             children = record.cold_children if record.warm else len(record.children)
             yield Candidate(record, record.parent, stored_bytes(record.total_bytes, record.payload_bytes), children, keep)
 
     def _write(self, batch: list[Record]) -> None:
-        with self._index.changed:
-            batch = [record for record in batch if record.warm and not record.gone]
-            items = [self._item(record) for record in batch]
-            counter = self._index.counter
+        items: list[WriteItem] = []
         error = ""
         try:
+            with self._index.changed:
+                batch = [record for record in batch if record.warm and not record.gone]
+                for record in batch:
+                    items.append(self._item(record))
+                counter = self._index.counter
             if items:
                 self._cold.write(items, counter)
         except WarmKVError as exc:
@@ -204,7 +256,6 @@ class WriteBehind:
                     self._deletions.append(record.id)
                 else:
                     self._index.set_cold(record, Cold.STORED)
-                    self._index.cold_order.move_to_end(record, last=True)
                     self.cold_bytes += stored_bytes(record.total_bytes, record.payload_bytes)
             if not error:
                 self._restore_order(batch)
@@ -236,7 +287,8 @@ class WriteBehind:
         if not record.warm:
             self._index.drop(record)
 
-    def _carry_usage(self) -> None:
+    def _carry_usage(self) -> str:
+        """Write usage and anchors of what was touched; the error, if it failed."""
         with self._index.changed:
             stored = [record for record in self._index.touched if record.cold == Cold.STORED]
             rows = [
@@ -244,12 +296,13 @@ class WriteBehind:
             ]  # fmt: skip
             self._index.touched.clear()
             counter = self._index.counter
-        if rows:
-            self._cold.write_usage(rows, counter)
-
-    def _guard(self, action: Callable[[], None]) -> None:
         try:
-            action()
-        except Exception:  # noqa: BLE001 - the writer must live
+            if rows:
+                self._cold.write_usage(rows, counter)
+        except Exception as exc:  # noqa: BLE001 - the writer must live
             self.failures += 1
-            log.exception("write-behind housekeeping failed")
+            log.error("usage could not be written, to be tried again: %s", exc)
+            with self._index.changed:
+                self._index.touched.update(record for record in stored if not record.gone)
+            return str(exc)
+        return ""
