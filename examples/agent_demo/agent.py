@@ -117,8 +117,8 @@ class Plain:
         mode = "live" if common else "cold"
         text = self.tokenizer.decode(new, skip_special_tokens=True)
         row = Turn(
-            process, turn, f"plain {mode}", len(prompt), len(prompt) - common, common, common, mode, 0.0, clock.first or 0.0, total,
-            text, ids_digest(new), recorder.digest.hexdigest(),
+            process, turn, f"plain {mode}", len(prompt), len(prompt) - common, common, common, mode, 0.0, clock.first or 0.0,
+            total, text, ids_digest(new), recorder.digest.hexdigest(),
         )  # fmt: skip
         return row, new
 
@@ -138,8 +138,8 @@ def ask_cached(
     save_ms = (time.perf_counter() - clock.began - total) * 1e3
     row = Turn(
         process, turn, "warmkv", answer.prompt_tokens, answer.suffix_tokens, answer.matched, answer.usable, answer.source,
-        answer.restore_s * 1e3, clock.first or 0.0, total, answer.text, ids_digest(list(answer.new_ids)), recorder.digest.hexdigest(),
-        save_ms, saved.durable,
+        answer.restore_s * 1e3, clock.first or 0.0, total, answer.text, ids_digest(list(answer.new_ids)),
+        recorder.digest.hexdigest(), save_ms, saved.durable,
         extra={"sent_bytes": saved.sent_bytes, "stored": saved.stored, "reason": saved.reason},
     )  # fmt: skip
     return row, answer.text

@@ -161,10 +161,10 @@ def sentence(table: Rows) -> str:
     by_process = {row["process"]: row for row in table}
     cold, warm = by_process["B"], by_process["C"]
     return (
-        f"A new process that continues a {warm['usable']}-token prefix (suffix {warm['suffix_tokens']}) had its first token after "
-        f"{warm['first_token_s']:.2f} s from memory instead of {warm['first_token_cold_s']:.2f} s ({warm['speedup']:.0f} x), and "
-        f"after a crash of the daemon from disk after {cold['first_token_s']:.2f} s (suffix {cold['suffix_tokens']}) instead of "
-        f"{cold['first_token_cold_s']:.2f} s ({cold['speedup']:.0f} x)."
+        f"A new process that continues a {warm['usable']}-token prefix (suffix {warm['suffix_tokens']}) had its first token "
+        f"after {warm['first_token_s']:.2f} s from memory instead of {warm['first_token_cold_s']:.2f} s "
+        f"({warm['speedup']:.0f} x), and after a crash of the daemon from disk after {cold['first_token_s']:.2f} s "
+        f"(suffix {cold['suffix_tokens']}) instead of {cold['first_token_cold_s']:.2f} s ({cold['speedup']:.0f} x)."
     )
 
 

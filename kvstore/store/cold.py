@@ -11,11 +11,8 @@ short. `close` waits for calls under way: their views lie in the map it takes aw
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
-import shutil
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,17 +24,15 @@ import lmdb
 import xxhash
 
 from warmkv.kvstore import memfd
+from warmkv.kvstore.store.environment import PAGE_BYTES, Environment
 from warmkv.schema import canonical, lmdb_records
 from warmkv.schema import segment as container
 from warmkv.schema.errors import (
-    ClosedError,
     ColdFull,
     CorruptStore,
     DigestError,
     FormatError,
     StoreError,
-    StoreInUse,
-    StoreTooNew,
     WarmKVError,
 )
 from warmkv.schema.lmdb_records import NamespaceRecord, Usage
@@ -46,14 +41,7 @@ from warmkv.schema.records import Anchor, NamespaceKey, RecordId
 log = logging.getLogger(__name__)
 
 TRANSACTION_BYTES = 64 << 20
-PAGE_BYTES = 4096
-#: LMDB needs free pages to delete and to find runs for chunks: the map is never fuller.
-FILL = 0.8
-MAP_SLACK_BYTES = 4 << 20
-MIN_MAP_BYTES = 1 << 20
 _CHUNK = container.CHUNK_BYTES
-#: What LMDB raises for a file whose pages are not what they should be.
-UNREADABLE = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.IncompatibleError, lmdb.PanicError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,99 +78,42 @@ def _pages(size: int) -> int:
 
 
 class ColdTier:
-    """See the module docstring. Create with `open`; `close` releases the environment and the lock."""
+    """See the module docstring. Create with `open`; `close` releases environment and lock."""
 
-    def __init__(self, path: Path, lock_fd: int, wanted_bytes: int) -> None:
-        self.path = path
+    def __init__(self, env: Environment) -> None:
         self.bytes_written = 0
-        self._wanted_bytes = wanted_bytes
-        self._lock_fd = lock_fd
+        self._env = env
         self._namespaces: set[NamespaceKey] = set()
         #: Chunks of failed writes that could not be removed either; `delete` tries again.
         self._leftover: set[RecordId] = set()
-        self._calls = threading.Condition()
-        self._running = 0
-        map_bytes = _map_bytes(path, wanted_bytes)
-        self.budget_bytes = min(wanted_bytes, int(map_bytes * FILL))
-        self._env, self.suspect = _environment(path, map_bytes)
-        try:
-            self._db = {name: self._env.open_db(name) for name in lmdb_records.TABLES}
-            self._check_format()
-        except BaseException:
-            self._env.close()
-            raise
 
     @classmethod
     def open(cls, path: Path, budget_bytes: int) -> ColdTier:
-        """Lock and open the store at ``path``, creating it if need be (directory 0700, files 0600).
+        """Open or create the store in the directory ``path``. Raises as `Environment.open` does."""
+        return cls(Environment.open(path, budget_bytes))
 
-        Raises StoreInUse, StoreTooNew, StoreError. An environment LMDB cannot read is moved
-        aside with a message and a fresh one begun."""
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock_fd = _lock(path / "store.lock")
-        except OSError as exc:
-            raise StoreError(f"store {path} cannot be opened: {exc}") from exc
-        try:
-            try:
-                return cls(path, lock_fd, budget_bytes)
-            except (*UNREADABLE, FormatError) as exc:
-                _move_aside(path, str(exc))
-                return cls(path, lock_fd, budget_bytes)
-        except lmdb.VersionMismatchError as exc:
-            _unlock(lock_fd)
-            raise StoreTooNew(f"store {path} was written by another version of LMDB: {exc}") from exc
-        except (lmdb.Error, OSError) as exc:
-            _unlock(lock_fd)
-            raise StoreError(f"store {path} cannot be opened: {exc}") from exc
-        except BaseException:
-            _unlock(lock_fd)
-            raise
+    @property
+    def path(self) -> Path:
+        return self._env.path
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._env.budget_bytes
 
     def begin_anew(self, reason: str) -> None:
-        """Move the environment aside, since it turned out unreadable, and begin a fresh one.
-        Nobody else may use the tier yet. Raises StoreError."""
-        self._env.close()
-        try:
-            _move_aside(self.path, reason)
-            self.__init__(self.path, self._lock_fd, self._wanted_bytes)  # type: ignore[misc]
-        except (lmdb.Error, OSError) as exc:
-            raise StoreError(f"store {self.path} cannot be opened: {exc}") from exc
-
-    def _check_format(self) -> None:
-        with self._env.begin(write=True, db=self._db[b"meta"]) as txn:
-            found = txn.get(b"format")
-            if found is None:
-                txn.put(b"format", lmdb_records.encode_format())
-                return
-        major, minor = lmdb_records.decode_format(bytes(found))
-        if major > lmdb_records.STORE_MAJOR:
-            raise StoreTooNew(
-                f"store {self.path} has format {major}.{minor}, this program reads up to {lmdb_records.STORE_MAJOR}"
-            )
+        """Move an environment that turned out unreadable aside and begin a fresh one. Nobody else
+        may use the tier yet. Raises StoreError."""
+        self._env.begin_anew(reason)
+        self._namespaces.clear()
+        self._leftover.clear()
 
     def close(self) -> None:
         """Close the environment and give up the lock. Idempotent."""
-        with self._calls:
-            lock_fd, self._lock_fd = self._lock_fd, -1
-            self._calls.wait_for(lambda: not self._running)
-        if lock_fd >= 0:
-            self._env.close()
-            _unlock(lock_fd)
+        self._env.close()
 
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        """The environment stays open inside. Raises ClosedError once it is not."""
-        with self._calls:
-            if self._lock_fd < 0:
-                raise ClosedError(f"store {self.path} is closed")
-            self._running += 1
-        try:
-            yield
-        finally:
-            with self._calls:
-                self._running -= 1
-                self._calls.notify_all()
+    def info(self) -> dict[str, int]:
+        """File and map sizes, readers in use."""
+        return self._env.info()
 
     # -- writing -------------------------------------------------------------------------
 
@@ -190,7 +121,7 @@ class ColdTier:
         """Commit records, parents before children, in transactions of at most 64 MB; metadata of
         all of them in the last one. Raises ColdFull, and then nothing of them can be found."""
         done: list[RecordId] = []
-        with self._call():
+        with self._env.call():
             try:
                 self._write(items, counter, done)
             except BaseException as exc:
@@ -219,12 +150,12 @@ class ColdTier:
                     if pending and pending + len(piece) > TRANSACTION_BYTES:
                         txn.commit()
                         txn, pending = self._env.begin(write=True), 0
-                    txn.put(lmdb_records.chunk_key(item.id, index), piece, db=self._db[b"chunks"])
+                    txn.put(lmdb_records.chunk_key(item.id, index), piece, db=self._env.db[b"chunks"])
                     pending += len(piece)
                     self.bytes_written += len(piece)
             for item, head in zip(items, heads, strict=True):
                 self._put_metadata(txn, item, head)
-            txn.put(b"counter", counter.to_bytes(8, "little"), db=self._db[b"meta"])
+            txn.put(b"counter", counter.to_bytes(8, "little"), db=self._env.db[b"meta"])
             txn.commit()
         except BaseException:
             txn.abort()
@@ -233,23 +164,26 @@ class ColdTier:
 
     def _put_metadata(self, txn: lmdb.Transaction, item: WriteItem, head: bytes) -> None:
         if item.namespace not in self._namespaces:
-            txn.put(item.namespace, lmdb_records.encode_namespace(item.namespace_record), db=self._db[b"namespaces"])
-        txn.put(item.id, head, db=self._db[b"segments"])
-        txn.put(item.id, lmdb_records.encode_usage(item.usage), db=self._db[b"usage"])
-        txn.delete(item.id, db=self._db[b"quarantine"])
+            txn.put(item.namespace, lmdb_records.encode_namespace(item.namespace_record), db=self._env.db[b"namespaces"])
+        txn.put(item.id, head, db=self._env.db[b"segments"])
+        txn.put(item.id, lmdb_records.encode_usage(item.usage), db=self._env.db[b"usage"])
+        txn.delete(item.id, db=self._env.db[b"quarantine"])
         for anchor in item.anchors:
-            txn.put(lmdb_records.anchor_key(item.id, anchor), lmdb_records.encode_anchor(anchor), db=self._db[b"anchors"])
+            self._put_anchor(txn, item.id, anchor)
         self.bytes_written += len(head)
+
+    def _put_anchor(self, txn: lmdb.Transaction, id_: RecordId, anchor: Anchor) -> None:
+        txn.put(lmdb_records.anchor_key(id_, anchor), lmdb_records.encode_anchor(anchor), db=self._env.db[b"anchors"])
 
     def write_usage(self, rows: Iterable[tuple[RecordId, Usage, tuple[Anchor, ...]]], counter: int) -> None:
         """One transaction of usage and anchors of stored records, and the recency counter."""
         try:
-            with self._call(), self._env.begin(write=True) as txn:
+            with self._env.call(), self._env.begin(write=True) as txn:
                 for id_, usage, anchors in rows:
-                    txn.put(id_, lmdb_records.encode_usage(usage), db=self._db[b"usage"])
+                    txn.put(id_, lmdb_records.encode_usage(usage), db=self._env.db[b"usage"])
                     for anchor in anchors:
-                        txn.put(lmdb_records.anchor_key(id_, anchor), lmdb_records.encode_anchor(anchor), db=self._db[b"anchors"])
-                txn.put(b"counter", counter.to_bytes(8, "little"), db=self._db[b"meta"])
+                        self._put_anchor(txn, id_, anchor)
+                txn.put(b"counter", counter.to_bytes(8, "little"), db=self._env.db[b"meta"])
         except lmdb.Error as exc:
             raise ColdFull(f"writing usage to {self.path} failed: {exc}") from exc
 
@@ -259,13 +193,13 @@ class ColdTier:
         if not ids and not self._leftover:
             return
         try:
-            with self._call():
+            with self._env.call():
                 with self._env.begin(write=True) as txn:
                     for id_ in ids:
                         for table in (b"segments", b"usage"):
-                            txn.delete(id_, db=self._db[table])
-                        for key in [key for key, _ in _under(txn, self._db[b"anchors"], id_)]:
-                            txn.delete(key, db=self._db[b"anchors"])
+                            txn.delete(id_, db=self._env.db[table])
+                        for key in [key for key, _ in _under(txn, self._env.db[b"anchors"], id_)]:
+                            txn.delete(key, db=self._env.db[b"anchors"])
                 self._remove_chunks(ids)
                 self._remove_leftover()
         except (lmdb.Error, OSError) as exc:
@@ -274,8 +208,8 @@ class ColdTier:
     def note_quarantine(self, id_: RecordId, reason: str) -> None:
         """Keep a note that a record's bytes were bad, until it is saved anew."""
         try:
-            with self._call(), self._env.begin(write=True) as txn:
-                txn.put(id_, canonical.encode((reason, time.time_ns())), db=self._db[b"quarantine"])
+            with self._env.call(), self._env.begin(write=True) as txn:
+                txn.put(id_, canonical.encode((reason, time.time_ns())), db=self._env.db[b"quarantine"])
         except lmdb.Error as exc:
             raise ColdFull(f"writing to {self.path} failed: {exc}") from exc
 
@@ -283,9 +217,9 @@ class ColdTier:
         """At start: remove records that are not whole and namespaces that hold nothing."""
         self.delete(bad)
         try:
-            with self._call(), self._env.begin(write=True) as txn:
+            with self._env.call(), self._env.begin(write=True) as txn:
                 for key in empty:
-                    txn.delete(key, db=self._db[b"namespaces"])
+                    txn.delete(key, db=self._env.db[b"namespaces"])
         except (lmdb.Error, OSError) as exc:
             raise ColdFull(f"deleting from {self.path} failed: {exc}") from exc
         self._namespaces.difference_update(empty)
@@ -294,9 +228,9 @@ class ColdTier:
         for id_ in ids:
             while True:
                 with self._env.begin(write=True) as txn:
-                    keys = [key for key, _ in _under(txn, self._db[b"chunks"], id_, limit=256)]
+                    keys = [key for key, _ in _under(txn, self._env.db[b"chunks"], id_, limit=256)]
                     for key in keys:
-                        txn.delete(key, db=self._db[b"chunks"])
+                        txn.delete(key, db=self._env.db[b"chunks"])
                 if len(keys) < 256:
                     break
 
@@ -315,7 +249,7 @@ class ColdTier:
         owned by the caller. Raises DigestError or FormatError for a record that is not whole,
         StoreError when it cannot be read just now."""
         with self._reading() as txn:
-            raw = txn.get(id_, db=self._db[b"segments"])
+            raw = txn.get(id_, db=self._env.db[b"segments"])
             if raw is None:
                 raise FormatError(f"segment {id_.hex()} is not in the cold tier")
             head = container.decode_head(raw)
@@ -339,7 +273,7 @@ class ColdTier:
         return fd
 
     def _chunk(self, txn: lmdb.Transaction, id_: RecordId, index: int, head: container.Head) -> memoryview:
-        piece = txn.get(lmdb_records.chunk_key(id_, index), db=self._db[b"chunks"])
+        piece = txn.get(lmdb_records.chunk_key(id_, index), db=self._env.db[b"chunks"])
         expected = min(_CHUNK, head.payload_bytes - index * _CHUNK)
         if piece is None or len(piece) != expected:
             raise FormatError(
@@ -349,9 +283,9 @@ class ColdTier:
 
     @contextmanager
     def _reading(self) -> Iterator[lmdb.Transaction]:
-        with self._call():
+        with self._env.call():
             try:
-                with self._env.begin(buffers=True) as txn:
+                with self._env.begin_views() as txn:
                     yield txn
             except (lmdb.CorruptedError, lmdb.PageNotFoundError) as exc:
                 raise FormatError(f"pages of {self.path} are not readable: {exc}") from exc
@@ -364,7 +298,7 @@ class ColdTier:
     def verify(self, id_: RecordId) -> container.Head:
         """Check head and payload of a record without copying it. Raises as `load` does."""
         with self._reading() as txn:
-            raw = txn.get(id_, db=self._db[b"segments"])
+            raw = txn.get(id_, db=self._env.db[b"segments"])
             if raw is None:
                 raise FormatError(f"segment {id_.hex()} is not in the cold tier")
             head = container.decode_head(raw)
@@ -379,8 +313,8 @@ class ColdTier:
     def namespaces(self) -> Iterator[tuple[NamespaceKey, NamespaceRecord]]:
         """Namespaces on disk; unreadable ones are reported and left out. Raises CorruptStore."""
         try:
-            with self._call(), self._env.begin() as txn:
-                rows = [(NamespaceKey(key), value) for key, value in txn.cursor(self._db[b"namespaces"])]
+            with self._env.call(), self._env.begin() as txn:
+                rows = [(NamespaceKey(key), value) for key, value in txn.cursor(self._env.db[b"namespaces"])]
         except lmdb.Error as exc:
             raise CorruptStore(str(exc)) from exc
         for key, value in rows:
@@ -400,7 +334,7 @@ class ColdTier:
         too short and a record is not whole."""
         try:
             good, bad = self._records()
-            if self.suspect:
+            if self._env.suspect:
                 for record in good:
                     self.verify(record.head.header.id)
         except (lmdb.Error, FormatError) as exc:
@@ -409,10 +343,10 @@ class ColdTier:
 
     def _records(self) -> tuple[list[ColdRecord], list[RecordId]]:
         good: list[ColdRecord] = []
-        with self._call(), self._env.begin() as txn:
+        with self._env.call(), self._env.begin() as txn:
             counts = self._chunk_counts(txn)
             bad = set(counts)
-            for key, value in txn.cursor(self._db[b"segments"]):
+            for key, value in txn.cursor(self._env.db[b"segments"]):
                 id_ = RecordId(key)
                 bad.add(id_)
                 try:
@@ -429,14 +363,14 @@ class ColdTier:
 
     def _usage(self, txn: lmdb.Transaction, id_: RecordId) -> Usage:
         try:
-            return lmdb_records.decode_usage(bytes(txn.get(id_, db=self._db[b"usage"]) or b""))
+            return lmdb_records.decode_usage(bytes(txn.get(id_, db=self._env.db[b"usage"]) or b""))
         except FormatError:
             return Usage(0, 0, 0)
 
     def _anchors(self, txn: lmdb.Transaction, id_: RecordId) -> tuple[Anchor, ...]:
         """Anchors of a record; those of an unknown kind are left out."""
         anchors = []
-        for _, value in _under(txn, self._db[b"anchors"], id_):
+        for _, value in _under(txn, self._env.db[b"anchors"], id_):
             try:
                 anchors.append(lmdb_records.decode_anchor(value))
             except FormatError as exc:
@@ -445,83 +379,18 @@ class ColdTier:
 
     def _chunk_counts(self, txn: lmdb.Transaction) -> dict[RecordId, int]:
         counts: dict[RecordId, int] = {}
-        for key in txn.cursor(self._db[b"chunks"]).iternext(keys=True, values=False):
+        for key in txn.cursor(self._env.db[b"chunks"]).iternext(keys=True, values=False):
             id_, _ = lmdb_records.split_chunk_key(bytes(key))
             counts[id_] = counts.get(id_, 0) + 1
         return counts
 
     def counter(self) -> int:
-        with self._call(), self._env.begin(db=self._db[b"meta"]) as txn:
+        with self._env.call(), self._env.begin(db=self._env.db[b"meta"]) as txn:
             return int.from_bytes(txn.get(b"counter") or b"", "little")
 
     def quarantined(self) -> int:
-        with self._call(), self._env.begin() as txn:
-            return int(txn.stat(self._db[b"quarantine"])["entries"])
-
-    def info(self) -> dict[str, int]:
-        """File and map sizes, readers in use."""
-        with self._call():
-            info, stat = self._env.info(), self._env.stat()
-        return {
-            "map_bytes": int(info["map_size"]),
-            "file_bytes": int((info["last_pgno"] + 1) * stat["psize"]),
-            "readers": int(info["num_readers"]),
-        }
-
-
-def _environment(path: Path, map_bytes: int) -> tuple[lmdb.Environment, bool]:
-    """The environment, and whether its file was shorter than its pages.
-
-    That is no proof of damage: LMDB never writes a last page that one transaction took and gave
-    back. But reading past the end would be a SIGBUS, so the file is made long enough, with zeros
-    that no check mistakes for data."""
-    env = lmdb.open(str(path), map_size=map_bytes, max_dbs=len(lmdb_records.TABLES), max_readers=1024, mode=0o600)
-    try:
-        data = path / "data.mdb"
-        needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-        short = data.stat().st_size < needed and env.info()["last_txnid"] > 0
-        if short:
-            os.truncate(data, needed)
-        env.reader_check()
-    except BaseException:
-        env.close()
-        raise
-    return env, short
-
-
-def _move_aside(path: Path, reason: str) -> None:
-    aside = path / f"data.mdb.corrupt-{time.time_ns()}"
-    os.rename(path / "data.mdb", aside)
-    (path / "lock.mdb").unlink(missing_ok=True)
-    log.error("store %s is not readable (%s); moved to %s, starting a fresh one", path, reason, aside.name)
-
-
-def _map_bytes(path: Path, budget_bytes: int) -> int:
-    """Budget / 0.8, as far as the disk has room beside a reserve."""
-    data = path / "data.mdb"
-    existing = data.stat().st_size if data.exists() else 0
-    free = shutil.disk_usage(path).free
-    reserve = min(256 << 20, free // 10)
-    wanted = min(int(budget_bytes / FILL) + MAP_SLACK_BYTES, existing + free - reserve)
-    return max(MIN_MAP_BYTES, existing, wanted) // PAGE_BYTES * PAGE_BYTES
-
-
-def _lock(path: Path) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException as exc:
-        os.close(fd)
-        if isinstance(exc, BlockingIOError):
-            raise StoreInUse(f"store {path.parent} is in use, by another process or by this one") from exc
-        raise
-    return fd
-
-
-def _unlock(fd: int) -> None:
-    """Give up the lock, also for children a fork left with a copy of the descriptor."""
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
+        with self._env.call(), self._env.begin() as txn:
+            return int(txn.stat(self._env.db[b"quarantine"])["entries"])
 
 
 def _under(txn: lmdb.Transaction, db: Any, prefix: bytes, limit: int = 1 << 30) -> Iterator[tuple[bytes, bytes]]:
