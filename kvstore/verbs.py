@@ -154,9 +154,10 @@ class Verbs(ABC):
 
         Unlike `match` it counts whole rows up to len(ids). ``fields`` are digests of frozen
         quantisation fields, for formats that have them."""
+        packed = _pack_fields(fields)
         query = self._query(identity, ids, attachments, lineage)
         try:
-            reply = self._session.offer(self._offer(query, self._namespace(identity), fields, 0))
+            reply = self._session.offer(self._offer(query, self._namespace(identity), packed, 0))
         except WarmKVError as exc:
             self._failed(exc)
             return Offer(0, ROOT, 0, 0, 0)
@@ -174,8 +175,8 @@ class Verbs(ABC):
         (``ack="disk"``: survives the daemon and the machine's reboot).
 
         Raises RecordError (layer and plane named) or UnsupportedError before anything is sent."""
-        prepared = self._prepare(identity, ids, records, ack, anchors, attachments, lineage)
-        return self._save(*prepared, fields)
+        prepared = self._prepare(identity, ids, records, ack, anchors, attachments, lineage, fields)
+        return self._save(*prepared)
 
     def save_async(
         self, identity: Identity, ids: TokensLike, records: Sequence[LayerRows], *, ack: Ack = "memory",
@@ -184,20 +185,20 @@ class Verbs(ABC):
     ) -> Future[Saved]:  # fmt: skip
         """`save` on a background thread. Never waits: when too many saves are queued this one is
         given up and says so. The arrays of ``records`` must not change until it is done."""
-        prepared = self._prepare(identity, ids, records, ack, anchors, attachments, lineage)
+        prepared = self._prepare(identity, ids, records, ack, anchors, attachments, lineage, fields)
         with self._lock:
             self._require_open()
             if self._queue is None:
                 self._queue = SaveQueue(SAVE_QUEUE)
             queue = self._queue
-        return queue.submit(lambda: self._save(*prepared, fields))
+        return queue.submit(lambda: self._save(*prepared))
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every queued save_async is done; False when the time ran out first."""
         queue = self._queue
         return queue is None or queue.join(timeout_s)
 
-    def _save(self, query: _Query, by_layer: dict[int, LayerRows], ack: int, anchors: bytes, fields: Sequence[bytes]) -> Saved:
+    def _save(self, query: _Query, by_layer: dict[int, LayerRows], ack: int, anchors: bytes, fields: bytes) -> Saved:
         try:
             key = self._namespace(query.identity)
             for round_ in range(SAVE_ROUNDS):
@@ -207,13 +208,11 @@ class Verbs(ABC):
                     if round_ == SAVE_ROUNDS - 1:
                         raise
             raise AssertionError("unreachable")
-        except RecordError:
-            raise
         except WarmKVError as exc:
             return Saved(False, reason=self._failed(exc))
 
     def _save_once(
-        self, query: _Query, key: NamespaceKey, by_layer: dict[int, LayerRows], ack: int, anchors: bytes, fields: Sequence[bytes]
+        self, query: _Query, key: NamespaceKey, by_layer: dict[int, LayerRows], ack: int, anchors: bytes, fields: bytes
     ) -> Saved:
         offer = self._session.offer(self._offer(query, key, fields, source.row_bytes_of(query.identity)))
         if offer.held >= len(query.tokens):
@@ -243,8 +242,8 @@ class Verbs(ABC):
 
     def _prepare(
         self, identity: Identity, ids: TokensLike, records: Sequence[LayerRows], ack: Ack, anchors: Iterable[Anchor],
-        attachments: Iterable[Attachment], lineage: Lineage,
-    ) -> tuple[_Query, dict[int, LayerRows], int, bytes]:  # fmt: skip
+        attachments: Iterable[Attachment], lineage: Lineage, fields: Sequence[bytes],
+    ) -> tuple[_Query, dict[int, LayerRows], int, bytes, bytes]:  # fmt: skip
         query = self._query(identity, ids, attachments, lineage)
         source.require_served(identity)
         named = tuple(anchors)
@@ -255,7 +254,8 @@ class Verbs(ABC):
                 raise RecordError(f"anchor at {anchor.position} lies inside an attachment")
         if ack not in _ACKS:
             raise RecordError(f"ack is {ack!r}, expected 'memory' or 'disk'")
-        return query, source.check_rows(identity, records, len(query.tokens)), _ACKS[ack], pack_anchors(named)
+        by_layer = source.check_rows(identity, records, len(query.tokens))
+        return query, by_layer, _ACKS[ack], pack_anchors(named), _pack_fields(fields)
 
     # -- keeping and dropping ------------------------------------------------------------
 
@@ -349,13 +349,10 @@ class Verbs(ABC):
             raise RecordError(f"lineage is {lineage!r}, expected 16 bytes")
         return _Query(identity, tokens, check_attachments(attachments, len(tokens)), lineage)
 
-    def _offer(self, query: _Query, key: NamespaceKey, fields: Sequence[bytes], row_bytes: int) -> m.Offer:
-        packed = b"".join(fields)
-        if len(packed) != 16 * len(fields):
-            raise RecordError("a field digest has 16 bytes")
+    def _offer(self, query: _Query, key: NamespaceKey, fields: bytes, row_bytes: int) -> m.Offer:
         planes = sum(len(layer.planes) for layer in query.identity.layers)
         fixed = HEAD_BYTES + 8 * len(query.tokens) + 128 * planes if row_bytes else 0
-        return m.Offer(key, query.lineage, query.tokens, query.packed, packed, row_bytes, fixed)
+        return m.Offer(key, query.lineage, query.tokens, query.packed, fields, row_bytes, fixed)
 
     def _namespace(self, identity: Identity) -> NamespaceKey:
         data = identity.canonical()
@@ -381,3 +378,10 @@ def _at(at: At) -> int:
     if at not in _ATS:
         raise RecordError(f"at is {at!r}, expected 'longest' or 'anchor'")
     return _ATS[at]
+
+
+def _pack_fields(fields: Sequence[bytes]) -> bytes:
+    for field in fields:
+        if len(field) != 16:
+            raise RecordError(f"a field digest has {len(field)} bytes, expected 16")
+    return b"".join(fields)

@@ -263,9 +263,30 @@ _ELEMENTS = {"tokens": "<u4", "leases": "<u8"}
 _PROSE = frozenset({"message"})
 
 
-def _spelling(cls: type[Any]) -> tuple[tuple[str, str, Callable[..., None]], ...]:
-    """(field, kind, generated setter) for each field of a message class."""
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """How one field is spelled: the generated setter and accessor, looked up once."""
+
+    name: str
+    kind: str
+    add: Callable[[flatbuffers.Builder, Any], None]
+    read: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Spelling:
+    """The generated functions behind a message class."""
+
+    fields: tuple[_Field, ...]
+    start: Callable[[flatbuffers.Builder], None]
+    end: Callable[[flatbuffers.Builder], int]
+    table: type[Any]
+    number: int
+
+
+def _spelling(cls: type[Any]) -> _Spelling:
     hints = typing.get_type_hints(cls)
+    name, table = cls.__name__, getattr(gen, cls.__name__)
     rows = []
     for item in fields(cls):
         hint = hints[item.name]
@@ -273,44 +294,43 @@ def _spelling(cls: type[Any]) -> tuple[tuple[str, str, Callable[..., None]], ...
         if hint is bytes or getattr(hint, "__supertype__", None) is bytes:
             kind = "bytes"
         camel = "".join(part.capitalize() for part in item.name.split("_"))
-        rows.append((item.name, kind, getattr(gen, f"{cls.__name__}Add{camel}")))
-    return tuple(rows)
+        accessor = camel + "AsNumpy" if kind in ("array", "bytes") else camel
+        rows.append(_Field(item.name, kind, getattr(gen, f"{name}Add{camel}"), getattr(table, accessor)))
+    return _Spelling(tuple(rows), getattr(gen, f"{name}Start"), getattr(gen, f"{name}End"), table, getattr(gen.Body, name))
 
 
 SPELLINGS = {cls: _spelling(cls) for cls in CLASSES.values()}
+_BY_NUMBER = {spelling.number: cls for cls, spelling in SPELLINGS.items()}
 
 
 def encode(message: Message, request_id: int) -> bytes:
     """Body of a frame. Raises FormatError for a value its field cannot hold."""
-    name = type(message).__name__
-    rows = SPELLINGS[type(message)]
+    spelling = SPELLINGS[type(message)]
     tokens = getattr(message, "tokens", None)
     builder = flatbuffers.Builder(512 + (tokens.nbytes if tokens is not None else 0))
-    offsets: dict[str, int] = {}
+    values: list[Any] = []
     try:
-        for item, kind, _ in rows:
-            value = getattr(message, item)
-            if kind == "bytes":
-                offsets[item] = flat.put_bytes(builder, value)
-            elif kind == "text":
-                offsets[item] = builder.CreateString(value, errors="backslashreplace" if item in _PROSE else "strict")
-            elif kind == "array":
-                offsets[item] = flat.put_array(builder, value, _ELEMENTS[item])
-        getattr(gen, f"{name}Start")(builder)
-        for item, kind, add in rows:
-            add(builder, getattr(message, item) if kind == "scalar" else offsets[item])
-        body = getattr(gen, f"{name}End")(builder)
+        for field in spelling.fields:
+            value = getattr(message, field.name)
+            if field.kind == "bytes":
+                value = flat.put_bytes(builder, value)
+            elif field.kind == "text":
+                value = builder.CreateString(value, errors="backslashreplace" if field.name in _PROSE else "strict")
+            elif field.kind == "array":
+                value = flat.put_array(builder, value, _ELEMENTS[field.name])
+            values.append(value)
+        spelling.start(builder)
+        for field, value in zip(spelling.fields, values, strict=True):
+            field.add(builder, value)
+        body = spelling.end(builder)
         gen.MessageStart(builder)
         gen.MessageAddId(builder, request_id)
-        gen.MessageAddBodyType(builder, getattr(gen.Body, name))
+        gen.MessageAddBodyType(builder, spelling.number)
         gen.MessageAddBody(builder, body)
         builder.Finish(gen.MessageEnd(builder))
     except (TypeError, ValueError, OverflowError, struct.error) as exc:
-        raise FormatError(f"{name} has a value its field cannot hold: {exc}") from exc
+        raise FormatError(f"{type(message).__name__} has a value its field cannot hold: {exc}") from exc
     return bytes(builder.Output())
-
-
-_NAMES = {value: name for name, value in vars(gen.Body).items() if isinstance(value, int) and value}
 
 
 def decode(body: bytes) -> tuple[int, Message]:
@@ -319,31 +339,29 @@ def decode(body: bytes) -> tuple[int, Message]:
         raise FormatError(f"message body has {len(body)} bytes, expected 16..{MAX_BODY_BYTES}")
     with flat.reading("message"):
         root = gen.Message.GetRootAs(body, 0)
-        name = _NAMES.get(root.BodyType())
+        cls = _BY_NUMBER.get(root.BodyType())
         union = root.Body()
-        if name is None or union is None:
+        if cls is None or union is None:
             raise FormatError(f"message type {root.BodyType()} is unknown")
-        table = getattr(gen, name)()
+        spelling = SPELLINGS[cls]
+        table = spelling.table()
         table.Init(union.Bytes, union.Pos)
-        cls = CLASSES[name]
-        values = {item: _read(table, item, kind) for item, kind, _ in SPELLINGS[cls]}
-        return root.Id(), cls(**values)
+        return root.Id(), cls(**{field.name: _value(field, field.read(table)) for field in spelling.fields})
 
 
-def _read(table: Any, item: str, kind: str) -> object:
-    camel = "".join(part.capitalize() for part in item.split("_"))
-    if kind == "scalar":
-        return getattr(table, camel)()
-    if kind == "text":
-        return flat.text(getattr(table, camel)())
-    array = flat.vector(getattr(table, camel + "AsNumpy")(), "u1")
-    if kind == "array":
+def _value(field: _Field, raw: Any) -> object:
+    if field.kind == "scalar":
+        return raw
+    if field.kind == "text":
+        return flat.text(raw)
+    array = flat.vector(raw, "u1")
+    if field.kind == "array":
         if not array.size:
-            return np.zeros(0, _ELEMENTS[item])
+            return np.zeros(0, _ELEMENTS[field.name])
         if array.size > MAX_TOKENS:
-            raise FormatError(f"{item}: {array.size} elements, at most {MAX_TOKENS} are allowed")
+            raise FormatError(f"{field.name}: {array.size} elements, at most {MAX_TOKENS} are allowed")
         return array
     data = array.tobytes()
-    if item in _SIZES and len(data) not in _SIZES[item]:
-        raise FormatError(f"{item} has {len(data)} bytes, expected {_SIZES[item]}")
+    if field.name in _SIZES and len(data) not in _SIZES[field.name]:
+        raise FormatError(f"{field.name} has {len(data)} bytes, expected {_SIZES[field.name]}")
     return data

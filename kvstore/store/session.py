@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from warmkv.kvstore.channel import close_all
 from warmkv.kvstore.session import Grant
 from warmkv.kvstore.store import reports
 from warmkv.kvstore.store.intake import Owner
 from warmkv.schema import ids
 from warmkv.schema import messages as m
-from warmkv.schema.errors import ClosedError, RecordError, UnknownNamespace
+from warmkv.schema.errors import Busy, ClosedError, OfferAgain, RecordError, UnknownNamespace
 from warmkv.schema.identity import Identity
 from warmkv.schema.records import NamespaceKey
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_OPEN_IDENTITIES = 256
 MAX_SHARE_CHARACTERS = 128
+MAX_RESERVATIONS = 256
 
 
 class LocalSession:
@@ -69,6 +71,10 @@ class LocalSession:
         reply, fds = self._engine.acquire(request)
         if reply.lease:
             self._leases.add(reply.lease)
+        if self._closed:  # meanwhile, and `close` may not have seen this lease
+            close_all(fds)
+            self.release([reply.lease])
+            raise ClosedError("session was closed while it acquired")
         return Grant(reply, fds, lambda: self.release([reply.lease]))
 
     def release(self, leases: list[int]) -> None:
@@ -88,10 +94,19 @@ class LocalSession:
         return self._engine.prefetch(request)
 
     def offer(self, request: m.Offer) -> m.Offered:
-        reply = self._engine.intake.offer(request, self._owner(request.namespace))
+        """As `Intake.offer`. Raises Busy as well, where this session announced so many uploads
+        already that bookkeeping alone would slow everybody down."""
+        owner = self._owner(request.namespace)
+        self._limit_reservations()
+        reply = self._engine.intake.offer(request, owner)
         if reply.reservation:
             with self._lock:
-                self._reservations.add(reply.reservation)
+                closed = self._closed
+                if not closed:
+                    self._reservations.add(reply.reservation)
+            if closed:
+                self._engine.intake.give_back(reply.reservation)
+                raise ClosedError("session was closed while it offered")
         return reply
 
     def commit(self, request: m.Commit, fd: int) -> m.Committed:
@@ -137,13 +152,20 @@ class LocalSession:
         for reservation in reservations:
             self._engine.intake.give_back(reservation)
 
+    def _limit_reservations(self) -> None:
+        with self._lock:
+            if len(self._reservations) >= MAX_RESERVATIONS:
+                self._reservations = self._engine.intake.living(self._reservations)
+            if len(self._reservations) >= MAX_RESERVATIONS:
+                raise Busy(f"{MAX_RESERVATIONS} uploads are announced on this session already")
+
     def _claim(self, reservation: int) -> None:
         """A reservation is used by the session that got it, once."""
         if not reservation:
             return
         with self._lock:
             if reservation not in self._reservations:
-                raise RecordError(f"reservation {reservation} was not made on this session")
+                raise OfferAgain(f"reservation {reservation} was not made on this session, or was used already")
             self._reservations.discard(reservation)
 
     def _owner(self, key: NamespaceKey) -> Owner:

@@ -83,7 +83,7 @@ def test_there_is_one_class_for_each_table_and_one_sample_for_each_class() -> No
 def test_fields_are_those_of_the_table(kind: str) -> None:
     spellings = {"[ubyte]": "bytes", "[uint]": "array", "[ulong]": "array", "string": "text"}
     expected = [(field, spellings.get(type_, "scalar")) for field, type_, _ in TABLES[kind]]
-    assert [(item, spelling) for item, spelling, _ in m.SPELLINGS[m.CLASSES[kind]]] == expected
+    assert [(field.name, field.kind) for field in m.SPELLINGS[m.CLASSES[kind]].fields] == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -315,6 +315,15 @@ def test_bodies_of_nothing_are_refused(body: bytes) -> None:
         m.decode(body)
 
 
+def test_more_tokens_than_any_prompt_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = m.encode(m.Match(NAMESPACE, LINEAGE, TOKENS), 1)
+    monkeypatch.setattr(m, "MAX_TOKENS", len(TOKENS))
+    m.decode(body)
+    monkeypatch.setattr(m, "MAX_TOKENS", len(TOKENS) - 1)
+    with pytest.raises(FormatError):
+        m.decode(body)
+
+
 def test_a_body_above_the_cap_is_refused_unread() -> None:
     class Long(bytes):
         def __len__(self) -> int:
@@ -359,7 +368,7 @@ def outcome(body: bytes) -> m.Message | None:
     assert 0 <= request_id < 2**64
     kind = type(message).__name__
     for field, type_, _ in TABLES[kind]:
-        value = getattr(message, field)
+        value: Any = getattr(message, field)
         if type_ in INTEGERS:
             assert INTEGERS[type_][0] <= value <= INTEGERS[type_][1]
         elif field in LENGTHS:
@@ -367,7 +376,8 @@ def outcome(body: bytes) -> m.Message | None:
         elif type_ in ("[uint]", "[ulong]"):
             assert value.ndim == 1 and value.flags.aligned and value.nbytes <= len(body)
         else:
-            assert type(value) is {"string": str, "[ubyte]": bytes, "bool": bool}[type_]
+            expected: Any = {"string": str, "[ubyte]": bytes, "bool": bool}[type_]
+            assert type(value) is expected
             assert type_ == "bool" or len(value) <= len(body)
     m.encode(message, request_id)
     return message

@@ -466,6 +466,14 @@ def test_lying_preambles_are_refused(changes: dict[str, Any]) -> None:
         segment.decode_head(seal(HEAD[64:], PAYLOAD_BYTES, **changes))
 
 
+def test_caps_hold_before_a_head_is_read() -> None:
+    """A reader asks for the size of a head first and allocates that much."""
+    assert segment.head_size(seal(b"", 2**44, header_bytes=96 * MIB)) == 64 + 96 * MIB
+    for changes in ({"header_bytes": 96 * MIB + 1}, {"header_bytes": 2**32 - 1}, {"payload_bytes": 2**44 + 1}):
+        with pytest.raises(FormatError, match="caps"):
+            segment.head_size(seal(b"", 0, **changes))
+
+
 def test_digest_errors_are_told_apart() -> None:
     broken = bytearray(HEAD)
     broken[-1] ^= 1
