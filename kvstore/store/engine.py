@@ -28,7 +28,7 @@ from warmkv.kvstore.store.warm import WarmTier
 from warmkv.kvstore.store.write_behind import WriteBehind
 from warmkv.schema import messages as m
 from warmkv.schema.errors import CorruptStore, DescriptorLimit, WarmKVError
-from warmkv.schema.records import Attachment, Lineage, check_attachments, pack_anchors, unpack_attachments
+from warmkv.schema.records import MAX_TABLE_ROWS, Attachment, Lineage, check_attachments, pack_anchors, unpack_attachments
 
 #: Records one reply hands over; of a longer chain the first so many.
 MAX_SPANS = 128
@@ -98,11 +98,15 @@ class Engine:
         return self.writer is None or self.writer.flush(timeout_s)
 
     def close(self) -> None:
-        """Commit what is pending and release every descriptor and lock. Idempotent."""
+        """Commit what is pending and release every descriptor and lock. Idempotent. In a forked
+        child it does nothing: lock and environment are its parent's, and unlocking is not undone."""
+        if not self.serving:
+            return
         with self.index.changed:
             if self._closed:
                 return
-            self._closed = True
+            self._closed = self.warm.closing = True
+            self.index.changed.notify_all()
         if self.writer is not None:
             self.writer.stop()
         with self.index.changed:
@@ -221,11 +225,12 @@ class Engine:
         return tuple(fds)
 
     def _count(self, found: Found) -> None:
-        if found.usable:
-            self.hits += 1
-            self.tokens_usable += found.usable
-        else:
-            self.misses += 1
+        with self.index.changed:
+            if found.usable:
+                self.hits += 1
+                self.tokens_usable += found.usable
+            else:
+                self.misses += 1
 
     @staticmethod
     def _attachments(packed: bytes, length: int) -> tuple[Attachment, ...]:
@@ -245,7 +250,7 @@ class Engine:
             segments=len(found.spans),
             total_bytes=sum(span.record.total_bytes for span in found.spans),
             load_us=HANDOVER_US + int(cold / self.promotion.bytes_per_s * 1e6) if found.usable else 0,
-            anchors=pack_anchors(found.anchors),
+            anchors=pack_anchors(found.anchors[-MAX_TABLE_ROWS:]),
             diff_position=found.matched if stored is not None else -1,
             diff_query=query if stored is not None else 0,
             diff_stored=stored or 0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import time
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,7 @@ from warmkv.schema import segment as container
 from warmkv.schema.errors import ColdFull, DescriptorLimit, DigestError, FormatError, OfferAgain, RecordError
 from warmkv.schema.identity import Identity
 from warmkv.schema.records import (
+    NO_FIELD,
     ROOT,
     Anchor,
     Attachment,
@@ -36,6 +38,8 @@ from warmkv.schema.records import (
 from warmkv.schema.segment import SegmentHeader
 
 MAX_ANCHORS = 4096
+#: The name stays in the index as long as the record does, in whichever tier.
+MAX_WRITER_CHARACTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +106,20 @@ class Intake:
             self._warm.ledger.give_back(reservation)
             self._index.changed.notify_all()
 
+    def living(self, reservations: set[int]) -> set[int]:
+        """Those of the reservations that were neither used nor have expired."""
+        with self._index.changed:
+            self._warm.ledger.expire(self._warm.clock())
+            return self._warm.ledger.living(reservations)
+
     # -- commits -------------------------------------------------------------------------
 
     def commit(self, request: m.Commit, fd: int, owner: Owner) -> m.Committed:
         """Check and take a sealed container; ``fd`` stays the caller's. Answers when ``ack`` is
-        reached. Raises FormatError, OfferAgain, TooLarge, Busy, ColdFull; then nothing changed
-        (after ColdFull and Busy of a disk acknowledgement the rows are held in memory)."""
+        reached. Raises FormatError, RemoteProtocolError, UnsupportedError, RecordError, OfferAgain,
+        TooLarge, Busy, ColdFull; then nothing changed (after ColdFull and Busy of a disk acknowledgement the rows are held in memory)."""
         try:
+            require_served(owner.identity)
             if request.epoch != self._epoch:
                 raise OfferAgain("the store was restarted since the offer")
             anchors = self._check_anchors(request.anchors)
@@ -133,6 +144,8 @@ class Intake:
             raise FormatError("the container holds a state, expected a segment")
         if header.namespace != request.namespace:
             raise FormatError("the container belongs to another namespace than the commit")
+        if len(header.writer) > MAX_WRITER_CHARACTERS:
+            raise FormatError(f"the writer's name has {len(header.writer)} characters, expected at most {MAX_WRITER_CHARACTERS}")
         check_geometry(header, owner.identity)
         if container.payload_digests(view[head.payload_offset :]) != header.digests:
             raise DigestError("the payload does not match the digests in its head")
@@ -202,10 +215,12 @@ class Intake:
                 raise FormatError("a segment that begins at 0 names a parent")
             return None, b"", ()
         parent = self._index.records.get(header.parent)
-        if parent is None or parent.node is None:
+        # A record of another namespace is answered like none at all: ids can be computed, and
+        # whether somebody else holds a prompt is not for this peer to know.
+        if parent is None or parent.node is None or parent.namespace.key != header.namespace:
             raise OfferAgain("what the save builds on is not held")
-        if parent.namespace.key != header.namespace or parent.lineage != header.lineage:
-            raise FormatError("the parent belongs to another namespace or lineage")
+        if parent.lineage != header.lineage:
+            raise FormatError("the parent belongs to another lineage")
         if not parent.start < header.start <= parent.end:
             raise FormatError(f"parent [{parent.start}, {parent.end}) does not reach {header.start}")
         tree = parent.namespace.trees[parent.lineage]
@@ -249,8 +264,9 @@ class Intake:
 
         The deepest one: what it builds on may go on past its start, with other tokens."""
         chain = self._index.chain_of(record)
+        starts = [link.start for link in chain]
         for anchor in anchors:
-            link = next(link for link in reversed(chain) if link.start < anchor.position)
+            link = chain[bisect_left(starts, anchor.position) - 1]
             link.anchors[(anchor.position, anchor.kind)] = anchor
             self._index.touched.add(link)
 
@@ -293,6 +309,8 @@ def check_geometry(header: SegmentHeader, identity: Identity) -> None:
             plane = planes.get((index, spec.role))
             if plane is None or plane.format != spec.format or plane.row_shape != spec.row_shape:
                 raise FormatError(f"layer {index}: plane {spec.role.name} does not fit the identity")
+            if plane.field != NO_FIELD:
+                raise FormatError(f"layer {index}: plane {spec.role.name} names a field, {spec.format.name} has none")
             if plane.first_row != header.start or plane.rows != header.end - header.start:
                 raise FormatError(f"layer {index}: plane {spec.role.name} does not hold rows [{header.start}, {header.end})")
     if expected != len(planes):

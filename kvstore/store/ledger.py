@@ -56,6 +56,10 @@ class Ledger:
         """End a reservation; an unknown one is ignored."""
         self.reserved_bytes -= self._reservations.pop(reservation, (0, 0.0))[0]
 
+    def living(self, reservations: set[int]) -> set[int]:
+        """Those of ``reservations`` that are still held."""
+        return reservations & self._reservations.keys()
+
     def expire(self, now: float) -> None:
         """End reservations whose deadline passed."""
         for reservation in [key for key, (_, deadline) in self._reservations.items() if deadline <= now]:

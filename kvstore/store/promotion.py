@@ -38,10 +38,18 @@ class Promotion:
         """Make the record warm; bytes copied by this call (0 if it was, or another call did it).
 
         Raises TooLarge, Busy, FormatError (quarantined), OfferAgain (gone meanwhile)."""
+        try:
+            cold = self._begin(record)
+        finally:
+            self._warm.reap()
+        return 0 if cold is None else self._copy(record, cold)
+
+    def _begin(self, record: Record) -> ColdTier | None:
+        """Make room for the record and mark it as being promoted; None if it is warm already."""
         with self._index.changed:
             while True:
                 if record.warm:
-                    return 0
+                    return None
                 if record.gone or record.cold != Cold.STORED or self._cold is None:
                     raise OfferAgain("the record was evicted meanwhile")
                 if record.promotion is None:
@@ -58,8 +66,7 @@ class Promotion:
             self._warm.ledger.promoting_bytes += record.total_bytes
             self._warm.ledger.promoting_entries += 1
             self._warm.ledger.note_peak()
-        self._warm.reap()
-        return self._copy(record, self._cold)
+        return self._cold
 
     def _copy(self, record: Record, cold: ColdTier) -> int:
         fd = -1
@@ -80,11 +87,11 @@ class Promotion:
         return record.total_bytes
 
     def _publish(self, record: Record, fd: int) -> bool:
-        """Give back the promotion's budget and, unless the record is gone, admit ``fd``."""
+        """Give back the promotion's budget and, unless record or store are gone, admit ``fd``."""
         with self._index.changed:
             self._warm.ledger.promoting_bytes -= record.total_bytes
             self._warm.ledger.promoting_entries -= 1
-            admitted = fd >= 0 and not record.gone
+            admitted = fd >= 0 and not record.gone and not self._warm.closing
             if admitted:
                 self._warm.admit(record, fd)
                 self.count += 1

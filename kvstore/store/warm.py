@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from warmkv.kvstore.store.index import Cold, Index, Record
 from warmkv.kvstore.store.ledger import Ledger
 from warmkv.kvstore.store.policy import Candidate, plan_eviction
-from warmkv.schema.errors import Busy, TooLarge
+from warmkv.schema.errors import Busy, ClosedError, TooLarge
 
 
 class WarmTier:
@@ -30,14 +30,17 @@ class WarmTier:
         self._busy_timeout_s = busy_timeout_s
         self.clock = clock
         self._wall_ns = wall_ns
+        #: Once set, nothing is taken in any more: no save, no promotion.
+        self.closing = False
         self._doomed: list[int] = []
         #: Bytes evicted under a lease: within the budget while the lease lives, then only lent.
         self._leased: dict[Record, int] = {}
         self._lent: dict[Record, int] = {}
 
     def make_room(self, wanted_bytes: int, builds_on: Record | None = None) -> None:
-        """Evict until ``wanted_bytes`` and one entry more fit. Raises TooLarge or Busy; then
-        nothing was evicted that would not have been enough.
+        """Evict until ``wanted_bytes`` and one entry more fit. Raises TooLarge, Busy or, once
+        the store is being closed, ClosedError; then nothing was evicted that would not have been
+        enough.
 
         The chain that the newcomer ``builds_on`` is not evicted where it would be lost: room
         for rows without what they continue is of no use. May wait, with the lock given up."""
@@ -46,6 +49,8 @@ class WarmTier:
             raise TooLarge(f"{wanted_bytes} bytes do not fit the warm budget of {ledger.budget_bytes} bytes")
         deadline = self.clock() + self._busy_timeout_s
         while True:
+            if self.closing:
+                raise ClosedError("the store is being closed")
             self._expire()
             excess = max(ledger.excess_bytes(wanted_bytes), int(ledger.full_of_entries))
             if not excess:
@@ -75,7 +80,8 @@ class WarmTier:
         self.ledger.resident_bytes -= record.total_bytes
         self.ledger.resident_entries -= 1
         self.evictions += 1
-        if self.leased(record):
+        # A lease may end between two lines (see `leased`): what is no longer leased is never counted.
+        if self.leased(record) and record.leases:
             self._leased[record] = self._leased.get(record, 0) + record.total_bytes
             self.ledger.leased_bytes += record.total_bytes
         elif record.leases:
@@ -95,10 +101,13 @@ class WarmTier:
     def _expire(self) -> None:
         """Stop counting reservations and evicted bytes whose time is over."""
         self.ledger.expire(self.clock())
-        for record in [item for item in self._leased if not self.leased(item)]:
-            total_bytes = self._leased.pop(record)
-            self.ledger.leased_bytes -= total_bytes
-            self._lend(record, total_bytes)
+        # A copy, and pop with a default: the garbage collector may end leases in between.
+        for record in list(self._leased):
+            if not self.leased(record):
+                total_bytes = self._leased.pop(record, 0)
+                self.ledger.leased_bytes -= total_bytes
+                if record.leases:
+                    self._lend(record, total_bytes)
 
     def reap(self) -> None:
         """Close the descriptors of evicted containers. The index lock must not be held."""
