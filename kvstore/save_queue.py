@@ -36,7 +36,8 @@ class SaveQueue:
         self._after_fork()
         with self._changed:
             if self._closing or len(self._jobs) + self._running >= self._limit:
-                future.set_result(Saved(False, reason=f"{self._limit} saves are already queued"))
+                why = "saving was closed" if self._closing else f"{self._limit} saves are already queued"
+                future.set_result(Saved(False, reason=why))
                 return future
             self._jobs.append((job, future))
             if self._thread is None:

@@ -117,7 +117,8 @@ class Intake:
     def commit(self, request: m.Commit, fd: int, owner: Owner) -> m.Committed:
         """Check and take a sealed container; ``fd`` stays the caller's. Answers when ``ack`` is
         reached. Raises FormatError, RemoteProtocolError, UnsupportedError, RecordError, OfferAgain,
-        TooLarge, Busy, ColdFull; then nothing changed (after ColdFull and Busy of a disk acknowledgement the rows are held in memory)."""
+        TooLarge, Busy, ClosedError, ColdFull; then nothing changed (after ColdFull and Busy of a
+        disk acknowledgement the rows are held in memory)."""
         try:
             require_served(owner.identity)
             if request.epoch != self._epoch:

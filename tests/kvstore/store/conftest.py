@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,3 +59,17 @@ def open_store_with(tmp_path: Path) -> Iterator[OpenStore]:
 def descriptors() -> Callable[[], int]:
     """Counts this process's open descriptors."""
     return lambda: len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(autouse=True)
+def bounded() -> Iterator[None]:
+    """A test that hangs fails instead."""
+
+    def expire(*_: object) -> None:
+        raise TimeoutError("test took too long")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.alarm(150)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)

@@ -163,7 +163,11 @@ def accounts(arena: Arena) -> dict[str, Any]:
 
 
 def refused(
-    arena: Arena, error: type[WarmKVError], attempt: Callable[[], object], descriptors: Callable[[], int], match: str | None = None
+    arena: Arena,
+    error: type[WarmKVError],
+    attempt: Callable[[], object],
+    descriptors: Callable[[], int],
+    match: str | None = None,
 ) -> None:
     """``attempt`` raises exactly ``error``; nothing is counted, held, open or broken; life goes on."""
     before, open_before = accounts(arena), descriptors()
@@ -437,8 +441,8 @@ def test_model_that_cannot_be_served_is_refused_without_an_offer_too(
     arena: Arena, descriptors: Callable[[], int], kind: LayerKind
 ) -> None:
     """`offer` refuses such models; whoever skips it must not get past."""
-    window = {"window": 4} if kind == LayerKind.SLIDING else {}
-    layers = (arena.identity.layers[0], replace(arena.identity.layers[1], kind=kind, **window))
+    window = 4 if kind == LayerKind.SLIDING else 0
+    layers = (arena.identity.layers[0], replace(arena.identity.layers[1], kind=kind, window=window))
     odd = replace(arena.identity, layers=layers)
     key = arena.session.open(odd.canonical(), "")
     plain = arena.good(FRESH, key=key)
@@ -568,9 +572,9 @@ def test_every_refusal_gives_its_reservation_back(arena: Arena, where: str) -> N
     fd = arena.sealed(bytes(broken), 0 if where == "descriptor" else memfd.SEALS)
     reservation = arena.reserve(arena.session)
     assert arena.engine.warm.ledger.reserved_bytes > 0
-    changes: dict[str, Any] = {"epoch": {"epoch": 1}, "anchors": {"anchors": anchors(13)}}.get(where, {})
+    lies: dict[str, dict[str, Any]] = {"epoch": {"epoch": 1}, "anchors": {"anchors": anchors(13)}}
     with pytest.raises(WarmKVError):
-        arena.session.commit(arena.request(reservation=reservation, **changes), fd)
+        arena.session.commit(arena.request(reservation=reservation, **lies.get(where, {})), fd)
     assert arena.engine.warm.ledger.reserved_bytes == 0
     goes_on(arena)
 
@@ -598,11 +602,12 @@ def test_offers_that_cannot_be_met(arena: Arena, descriptors: Callable[[], int])
     def offered(**changes: Any) -> m.Offered:
         return arena.session.offer(replace(m.Offer(arena.key, CLEAN, as_tokens([5] * 10), row_bytes=100), **changes))
 
-    for error, changes in [
+    cases: list[tuple[type[WarmKVError], dict[str, Any]]] = [
         (StoreError, {"row_bytes": 2**64 - 1}), (StoreError, {"fixed_bytes": 2**64 - 1}), (StoreError, {"fixed_bytes": BUDGET}),
         (RecordError, {"attachments": pack_attachments([Attachment(8, 3, IMAGE)])}), (FormatError, {"attachments": b"odd"}),
         (UnknownNamespace, {"namespace": NamespaceKey(b"n" * 16)}),
-    ]:  # fmt: skip
+    ]  # fmt: skip
+    for error, changes in cases:
         before, open_before = accounts(arena), descriptors()
         with pytest.raises(error):
             offered(**changes)

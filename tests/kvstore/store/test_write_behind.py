@@ -1,0 +1,237 @@
+"""The writer thread: it outlives every failure, says what failed, and tries again."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from warmkv.kvstore.store import Store
+from warmkv.kvstore.store.check import check
+from warmkv.kvstore.store.cold import ColdTier
+from warmkv.kvstore.testing import check_restore, save
+from warmkv.schema.errors import ColdFull
+from warmkv.schema.identity import Identity
+from warmkv.schema.records import Anchor, AnchorKind, RecordId
+
+OpenStore = Callable[..., Store]
+KIB = 1024
+PATIENCE_S = 60.0
+
+
+def ids(seed: int, length: int = 100) -> list[int]:
+    return [seed * 1000 + at for at in range(length)]
+
+
+def cold(store: Store) -> dict[str, Any]:
+    found = store.stats()["cold"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_parent_on_disk_stays_under_a_child_that_left_the_disk_only(open_store_with: OpenStore, wide: Identity) -> None:
+    """Parent cold only, child in both tiers: making room on disk may take the child's copy, but
+    not the parent, on which the child's copy in memory still builds."""
+    store = open_store_with(True, warm_bytes=700 * KIB, cold_bytes=700 * KIB)
+    save(store, wide, ids(1), ack="disk")
+    save(store, wide, ids(1, 200), ack="disk")
+    engine = store.engine
+    child, parent = (next(r for r in engine.index.records.values() if r.start == start) for start in (100, 0))
+    with engine.index.changed:
+        engine.warm.evict(child)
+        engine.warm.evict(parent)
+    engine.warm.reap()
+    engine.promotion.promote(child)
+    assert child.warm and not parent.warm
+    for seed in (2, 3, 4):
+        try:
+            save(store, wide, ids(seed), ack="disk")
+        except ColdFull:
+            pass
+        assert check(engine) == []
+        assert not parent.gone or child.gone
+    check_restore(store, wide, [*ids(1, 200), 7], 200)
+
+
+def test_a_budget_that_shrank_is_met_at_the_next_start(open_store_with: OpenStore, wide: Identity) -> None:
+    store = open_store_with(True, cold_bytes=8 << 20)
+    for seed in range(8):
+        save(store, wide, ids(seed), ack="disk")
+    store.close()
+    smaller = open_store_with(True, cold_bytes=700 * KIB)
+    assert _until(smaller, lambda: cold(smaller)["bytes"] <= 700 * KIB)
+    assert smaller.match(wide, [*ids(7), 1]).usable == 100
+    assert smaller.match(wide, [*ids(0), 1]).usable == 0
+
+
+def test_pins_over_a_shrunken_budget_do_not_end_the_writer(open_store_with: OpenStore, wide: Identity) -> None:
+    store = open_store_with(True, cold_bytes=8 << 20)
+    for seed in range(6):
+        save(store, wide, ids(seed), ack="disk")
+        store.pin(wide, ids(seed), 3600)
+    store.close()
+    smaller = open_store_with(True, cold_bytes=700 * KIB)
+    with pytest.raises(ColdFull, match="do not fit the cold budget"):
+        save(smaller, wide, ids(9), ack="disk")
+    assert smaller.flush(PATIENCE_S)
+    for seed in range(6):
+        assert smaller.match(wide, [*ids(seed), 1]).usable == 100
+        smaller.unpin(wide, ids(seed))
+    assert save(smaller, wide, ids(9), ack="disk").durable
+    assert cold(smaller)["bytes"] <= 700 * KIB
+
+
+def test_a_writer_without_descriptors_says_so_and_lives(
+    open_store_with: OpenStore, wide: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store_with(True)
+    writer = store.engine.writer
+    assert writer is not None
+
+    def refuse(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(writer, "_item", refuse)
+    with pytest.raises(ColdFull, match="Too many open files"):
+        save(store, wide, ids(1), ack="disk")
+    check_restore(store, wide, ids(1), 99)
+    monkeypatch.undo()
+    assert save(store, wide, ids(1), ack="disk").durable
+    assert store.flush(PATIENCE_S) and check(store.engine) == []
+
+
+def test_what_failed_is_written_once_more_at_close(
+    open_store_with: OpenStore, wide: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store_with(True)
+    full = _Refusing(store, "write", monkeypatch)
+    save(store, wide, ids(1))
+    save(store, wide, ids(1, 200))
+    assert store.flush(PATIENCE_S)
+    assert cold(store)["entries"] == 0 and full.calls > 0
+    monkeypatch.undo()
+    store.close()
+    again = open_store_with(True)
+    check_restore(again, wide, [*ids(1, 200), 7], 200, verify=True)
+
+
+def test_a_refused_deletion_is_told_and_tried_again(
+    open_store_with: OpenStore, wide: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was forgotten does not come back with the next start, though the disk was full."""
+    store = open_store_with(True)
+    save(store, wide, ids(1), ack="disk")
+    _Refusing(store, "delete", monkeypatch)
+    with pytest.raises(ColdFull, match="refused to delete"):
+        store.forget(wide, ids(1))
+    check_restore(store, wide, ids(1), 0)
+    with pytest.raises(ColdFull, match="room could not be made"):
+        save(store, wide, ids(1), ack="disk")
+    check_restore(store, wide, ids(1), 99)
+    monkeypatch.undo()
+    assert store.forget(wide, ids(1)).records == 1
+    store.close()
+    again = open_store_with(True)
+    assert again.engine.swept == 0
+    check_restore(again, wide, ids(1), 0)
+
+
+def test_a_record_saved_again_survives_the_late_deletion_of_its_namesake(
+    open_store_with: OpenStore, wide: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store_with(True)
+    save(store, wide, ids(1), ack="disk")
+    _Refusing(store, "delete", monkeypatch)
+    with pytest.raises(ColdFull):
+        store.forget(wide, ids(1))
+    monkeypatch.undo()
+    assert save(store, wide, ids(1), ack="disk").durable
+    assert save(store, wide, ids(2), ack="disk").durable
+    store.close()
+    check_restore(open_store_with(True), wide, ids(1), 99, verify=True)
+
+
+def test_anchors_that_could_not_be_committed_are_not_acknowledged(
+    open_store_with: OpenStore, wide: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store_with(True)
+    save(store, wide, ids(1), ack="disk")
+    named = {"anchors": [Anchor(50, AnchorKind.TURN)], "ack": "disk"}
+    _Refusing(store, "write_usage", monkeypatch)
+    with pytest.raises(ColdFull):
+        save(store, wide, ids(1), **named)
+    monkeypatch.undo()
+    assert save(store, wide, ids(1), **named).durable
+    store.close()
+    assert open_store_with(True).match(wide, ids(1)).anchors == (Anchor(50, AnchorKind.TURN),)
+
+
+def test_anchors_of_older_records_are_committed_with_the_save_that_names_them(
+    open_store_with: OpenStore, wide: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hang on records that were stored before: the transaction of the new one lacks them."""
+    store = open_store_with(True)
+    save(store, wide, ids(1), ack="disk")
+    written: list[RecordId] = []
+    real = ColdTier.write_usage
+
+    def note(tier: ColdTier, rows: Sequence[tuple[RecordId, Any, tuple[Anchor, ...]]], counter: int) -> None:
+        written.extend(id_ for id_, _, anchors in rows if anchors)
+        real(tier, rows, counter)
+
+    monkeypatch.setattr(ColdTier, "write_usage", note)
+    save(store, wide, ids(1, 200), ack="disk", anchors=[Anchor(50, AnchorKind.SYSTEM_PROMPT)])
+    parent = next(record for record in store.engine.index.records.values() if record.start == 0)
+    assert written == [parent.id]
+
+
+def test_the_lock_is_given_up_though_a_child_holds_a_copy(open_store_with: OpenStore, identity: Identity) -> None:
+    """A fork shares the lock's open file: closing it here must be enough."""
+    store = open_store_with(True)
+    path = store.engine.options.path
+    assert path is not None and store.engine.cold is not None
+    copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0) for fd in _lock_descriptors(str(path / "store.lock"))]
+    store.close()
+    try:
+        assert save(open_store_with(True), identity, ids(1, 5)).stored
+    finally:
+        import os
+
+        for fd in copies:
+            os.close(fd)
+
+
+def _lock_descriptors(path: str) -> list[int]:
+    import os
+
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}") == path:
+                found.append(int(name))
+        except OSError:
+            continue
+    assert found
+    return found
+
+
+class _Refusing:
+    """The store's cold tier with one method that raises ColdFull until the patch is undone."""
+
+    def __init__(self, store: Store, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+
+        def refuse(*_: object) -> None:
+            self.calls += 1
+            raise ColdFull("no space left on device")
+
+        assert store.engine.cold is not None
+        monkeypatch.setattr(store.engine.cold, method, refuse)
+
+
+def _until(store: Store, condition: Callable[[], bool]) -> bool:
+    """Wait for the writer, which tells of every change, until ``condition``."""
+    with store.engine.index.changed:
+        return store.engine.index.changed.wait_for(condition, PATIENCE_S)
