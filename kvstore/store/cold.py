@@ -14,9 +14,11 @@ import errno
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +37,16 @@ from warmkv.schema.errors import (
     StoreError,
     WarmKVError,
 )
+from warmkv.schema.ids import fingerprint, namespace_key
 from warmkv.schema.lmdb_records import NamespaceRecord, Usage
 from warmkv.schema.records import Anchor, NamespaceKey, RecordId
 
 log = logging.getLogger(__name__)
 
 TRANSACTION_BYTES = 64 << 20
+#: Records, and chunks, that one transaction deletes at most: it must find room for its copies
+#: of tree pages and its list of freed ones.
+DELETE_RECORDS = 32
 _CHUNK = container.CHUNK_BYTES
 
 
@@ -120,19 +126,43 @@ class ColdTier:
     def write(self, items: Sequence[WriteItem], counter: int) -> None:
         """Commit records, parents before children, in transactions of at most 64 MB; metadata of
         all of them in the last one. Raises ColdFull, and then nothing of them can be found."""
-        done: list[RecordId] = []
         with self._env.call():
             try:
-                self._write(items, counter, done)
-            except BaseException as exc:
-                self._leftover.update(done)
-                self._remove_leftover()
-                if isinstance(exc, lmdb.MapFullError) or getattr(exc, "errno", None) == errno.ENOSPC:
-                    raise ColdFull(f"no room left in {self.path}: {exc}") from exc
-                if isinstance(exc, (lmdb.Error, OSError, WarmKVError)):
-                    raise ColdFull(f"writing to {self.path} failed: {exc}") from exc
-                raise
-            self._leftover.difference_update(done)
+                self._write_or_clean_up(items, counter)
+            except lmdb.Error as exc:
+                # LMDB gives freed pages back only once another transaction was committed after
+                # the one that freed them: what was deleted for these records counts now.
+                if not self._commit_counter(counter):
+                    raise self._no_room(exc) from exc
+                try:
+                    self._write_or_clean_up(items, counter)
+                except (lmdb.Error, OSError, WarmKVError) as again:
+                    raise self._no_room(again) from again
+            except (OSError, WarmKVError) as exc:
+                raise self._no_room(exc) from exc
+
+    def _no_room(self, exc: Exception) -> ColdFull:
+        if isinstance(exc, lmdb.MapFullError) or getattr(exc, "errno", None) == errno.ENOSPC:
+            return ColdFull(f"no room left in {self.path}: {exc}")
+        return ColdFull(f"writing to {self.path} failed: {exc}")
+
+    def _commit_counter(self, counter: int) -> bool:
+        try:
+            with self._env.begin(write=True) as txn:
+                txn.put(b"counter", counter.to_bytes(8, "little"), db=self._env.db[b"meta"])
+        except lmdb.Error:
+            return False
+        return True
+
+    def _write_or_clean_up(self, items: Sequence[WriteItem], counter: int) -> None:
+        done: list[RecordId] = []
+        try:
+            self._write(items, counter, done)
+        except BaseException:
+            self._leftover.update(done)
+            self._remove_leftover()
+            raise
+        self._leftover.difference_update(done)
 
     def _write(self, items: Sequence[WriteItem], counter: int, done: list[RecordId]) -> None:
         heads: list[bytes] = []
@@ -188,19 +218,11 @@ class ColdTier:
             raise ColdFull(f"writing usage to {self.path} failed: {exc}") from exc
 
     def delete(self, ids: Sequence[RecordId]) -> None:
-        """Remove records: metadata in one transaction, then chunks in small ones. Raises
-        ColdFull when the disk refuses; the same call may be made again."""
-        if not ids and not self._leftover:
-            return
+        """Remove records, of each its metadata before its chunks. Raises ColdFull when the disk
+        refuses; the same call may be made again."""
         try:
             with self._env.call():
-                with self._env.begin(write=True) as txn:
-                    for id_ in ids:
-                        for table in (b"segments", b"usage"):
-                            txn.delete(id_, db=self._env.db[table])
-                        for key in [key for key, _ in _under(txn, self._env.db[b"anchors"], id_)]:
-                            txn.delete(key, db=self._env.db[b"anchors"])
-                self._remove_chunks(ids)
+                self._remove(ids)
                 self._remove_leftover()
         except (lmdb.Error, OSError) as exc:
             raise ColdFull(f"deleting from {self.path} failed: {exc}") from exc
@@ -224,21 +246,56 @@ class ColdTier:
             raise ColdFull(f"deleting from {self.path} failed: {exc}") from exc
         self._namespaces.difference_update(empty)
 
-    def _remove_chunks(self, ids: Sequence[RecordId]) -> None:
-        for id_ in ids:
-            while True:
-                with self._env.begin(write=True) as txn:
-                    keys = [key for key, _ in _under(txn, self._env.db[b"chunks"], id_, limit=256)]
+    def _remove(self, ids: Iterable[RecordId]) -> None:
+        """Remove records in transactions of `DELETE_RECORDS`, of fewer where the disk is too full
+        for those: each needs free pages for its copies of tree pages. What one alone cannot find
+        comes out of the reserve."""
+        pending, size, released = deque(ids), DELETE_RECORDS, False
+        try:
+            while pending:
+                batch = list(islice(pending, size))
+                try:
+                    self._remove_metadata(batch)
+                    self._remove_chunks(batch, size)
+                except lmdb.Error:
+                    if size > 1:
+                        size //= 2
+                    elif released or not (released := self._env.release_reserve()):
+                        raise
+                    continue
+                for id_ in batch:
+                    pending.popleft()
+                    self._leftover.discard(id_)
+                size = min(2 * size, DELETE_RECORDS)
+        finally:
+            if released:
+                self._env.hold_reserve()
+
+    def _remove_metadata(self, ids: Sequence[RecordId]) -> None:
+        with self._env.begin(write=True) as txn:
+            for id_ in ids:
+                for table in (b"segments", b"usage"):
+                    txn.delete(id_, db=self._env.db[table])
+                for key in _keys_under(txn, self._env.db[b"anchors"], id_):
+                    txn.delete(key, db=self._env.db[b"anchors"])
+
+    def _remove_chunks(self, ids: Sequence[RecordId], limit: int) -> None:
+        """Remove the chunks of ``ids``, ``limit`` a transaction."""
+        pending = list(ids)
+        while pending:
+            room = limit
+            with self._env.begin(write=True) as txn:
+                while pending and room:
+                    keys = _keys_under(txn, self._env.db[b"chunks"], pending[-1], limit=room)
                     for key in keys:
                         txn.delete(key, db=self._env.db[b"chunks"])
-                if len(keys) < 256:
-                    break
+                    if len(keys) < room:
+                        pending.pop()
+                    room -= len(keys)
 
     def _remove_leftover(self) -> None:
         try:
-            for id_ in sorted(self._leftover):
-                self._remove_chunks([id_])
-                self._leftover.discard(id_)
+            self._remove(sorted(self._leftover))
         except (lmdb.Error, OSError) as exc:
             log.warning("chunks of %d failed writes could not be removed yet: %s", len(self._leftover), exc)
 
@@ -249,10 +306,7 @@ class ColdTier:
         owned by the caller. Raises DigestError or FormatError for a record that is not whole,
         StoreError when it cannot be read just now."""
         with self._reading() as txn:
-            raw = txn.get(id_, db=self._env.db[b"segments"])
-            if raw is None:
-                raise FormatError(f"segment {id_.hex()} is not in the cold tier")
-            head = container.decode_head(raw)
+            raw, head = self._head(txn, id_)
             if head.container_bytes != total_bytes:
                 raise FormatError(f"segment {id_.hex()} has {head.container_bytes} bytes, expected {total_bytes}")
             fd = memfd.create(f"warmkv:{id_.hex()}", total_bytes)
@@ -271,6 +325,15 @@ class ColdTier:
                 os.close(fd)
                 raise
         return fd
+
+    def _head(self, txn: lmdb.Transaction, id_: RecordId) -> tuple[memoryview, container.Head]:
+        raw = txn.get(id_, db=self._env.db[b"segments"])
+        if raw is None:
+            raise FormatError(f"segment {id_.hex()} is not in the cold tier")
+        head = container.decode_head(raw)
+        if head.header.id != id_:
+            raise FormatError(f"the head of segment {id_.hex()} is that of {head.header.id.hex()}")
+        return memoryview(raw), head
 
     def _chunk(self, txn: lmdb.Transaction, id_: RecordId, index: int, head: container.Head) -> memoryview:
         piece = txn.get(lmdb_records.chunk_key(id_, index), db=self._env.db[b"chunks"])
@@ -298,10 +361,7 @@ class ColdTier:
     def verify(self, id_: RecordId) -> container.Head:
         """Check head and payload of a record without copying it. Raises as `load` does."""
         with self._reading() as txn:
-            raw = txn.get(id_, db=self._env.db[b"segments"])
-            if raw is None:
-                raise FormatError(f"segment {id_.hex()} is not in the cold tier")
-            head = container.decode_head(raw)
+            _, head = self._head(txn, id_)
             for index in range(container.chunk_count(head.payload_bytes)):
                 digest = xxhash.xxh3_128_digest(self._chunk(txn, id_, index, head))
                 if digest != head.header.digests[16 * index : 16 * index + 16]:
@@ -320,6 +380,8 @@ class ColdTier:
         for key, value in rows:
             try:
                 record = lmdb_records.decode_namespace(value)
+                if namespace_key(record.owner_uid, record.share, fingerprint(record.identity)) != key:
+                    raise FormatError("its owner and identity belong to another key")
             except WarmKVError as exc:
                 log.warning("namespace %s on disk is not readable: %s", key.hex(), exc)
                 continue
@@ -370,9 +432,9 @@ class ColdTier:
     def _anchors(self, txn: lmdb.Transaction, id_: RecordId) -> tuple[Anchor, ...]:
         """Anchors of a record; those of an unknown kind are left out."""
         anchors = []
-        for _, value in _under(txn, self._env.db[b"anchors"], id_):
+        for key in _keys_under(txn, self._env.db[b"anchors"], id_):
             try:
-                anchors.append(lmdb_records.decode_anchor(value))
+                anchors.append(lmdb_records.decode_anchor(bytes(txn.get(key, db=self._env.db[b"anchors"]) or b"")))
             except FormatError as exc:
                 log.warning("an anchor of segment %s on disk is not readable: %s", id_.hex(), exc)
         return tuple(anchors)
@@ -389,16 +451,14 @@ class ColdTier:
             return int.from_bytes(txn.get(b"counter") or b"", "little")
 
     def quarantined(self) -> int:
-        with self._env.call(), self._env.begin() as txn:
+        with self._reading() as txn:
             return int(txn.stat(self._env.db[b"quarantine"])["entries"])
 
 
-def _under(txn: lmdb.Transaction, db: Any, prefix: bytes, limit: int = 1 << 30) -> Iterator[tuple[bytes, bytes]]:
+def _keys_under(txn: lmdb.Transaction, db: Any, prefix: bytes, limit: int = 1 << 30) -> list[bytes]:
+    """Up to ``limit`` keys that begin with ``prefix``; their values are not read."""
     cursor = txn.cursor(db)
     if not cursor.set_range(prefix):
-        return
-    for key, value in cursor:
-        if not bytes(key).startswith(prefix) or limit <= 0:
-            return
-        limit -= 1
-        yield bytes(key), bytes(value)
+        return []
+    keys = map(bytes, cursor.iternext(keys=True, values=False))
+    return list(takewhile(lambda key: key.startswith(prefix), islice(keys, limit)))

@@ -29,6 +29,11 @@ PAGE_BYTES = 4096
 FILL = 0.8
 MAP_SLACK_BYTES = 4 << 20
 MIN_MAP_BYTES = 1 << 20
+MAX_READERS = 1024
+#: A slot is a cache line; the table's head takes less than a page.
+READER_TABLE_BYTES = 64 * MAX_READERS + PAGE_BYTES
+#: Deleting one record takes about ten pages; the first of these that the disk has is held.
+RESERVE_BYTES = (256 << 10, 128 << 10, 64 << 10)
 #: What LMDB raises for a file whose pages are not what they should be.
 UNREADABLE = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.IncompatibleError, lmdb.PanicError)
 
@@ -52,8 +57,11 @@ class Environment:
         self.budget_bytes = min(self._wanted_bytes, int(map_bytes * FILL))
         self._env, self.suspect = _environment(self.path, map_bytes)
         try:
-            self.db: dict[bytes, Any] = {name: self._env.open_db(name) for name in lmdb_records.TABLES}
+            # A store of a newer format is left as it is: its tables are not ours to create.
+            self.db: dict[bytes, Any] = {b"meta": self._env.open_db(b"meta")}
             self._check_format()
+            self.db |= {name: self._env.open_db(name) for name in lmdb_records.TABLES}
+            self.hold_reserve()
         except BaseException:
             self._env.close()
             raise
@@ -119,6 +127,24 @@ class Environment:
         """Free the reader slots of processes that died."""
         self._env.reader_check()
 
+    def hold_reserve(self) -> None:
+        """Keep a little of the disk, or what is left of it, for deletions when it is full."""
+        for size in RESERVE_BYTES:
+            try:
+                _allocate(self.path / "store.reserve", size)
+            except OSError:
+                continue
+            return
+
+    def release_reserve(self) -> bool:
+        """Give the reserve to a deletion that finds the disk full; False when there is none."""
+        try:
+            held = (self.path / "store.reserve").stat().st_size
+            os.truncate(self.path / "store.reserve", 0)
+        except OSError:
+            return False
+        return held > 0
+
     def close(self) -> None:
         """Close the environment and give up the lock, once calls under way are done. Idempotent."""
         with self._calls:
@@ -159,7 +185,10 @@ def _environment(path: Path, map_bytes: int) -> tuple[lmdb.Environment, bool]:
     That is no proof of damage: LMDB never writes a last page that one transaction took and gave
     back. But reading past the end would be a SIGBUS, so the file is made long enough, with zeros
     that no check mistakes for data."""
-    env = lmdb.open(str(path), map_size=map_bytes, max_dbs=len(lmdb_records.TABLES), max_readers=1024, mode=0o600)
+    # LMDB writes its reader slots through a mapping: on a full disk the first touch of a page
+    # that has no place there yet would be a SIGBUS.
+    _allocate(path / "lock.mdb", READER_TABLE_BYTES)
+    env = lmdb.open(str(path), map_size=map_bytes, max_dbs=len(lmdb_records.TABLES), max_readers=MAX_READERS, mode=0o600)
     try:
         data = path / "data.mdb"
         needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
@@ -171,6 +200,15 @@ def _environment(path: Path, map_bytes: int) -> tuple[lmdb.Environment, bool]:
         env.close()
         raise
     return env, short
+
+
+def _allocate(path: Path, size: int) -> None:
+    """A file whose ``size`` bytes all have their place on the disk."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    finally:
+        os.close(fd)
 
 
 def _move_aside(path: Path, reason: str) -> None:

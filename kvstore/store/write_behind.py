@@ -77,7 +77,9 @@ class WriteBehind:
         self._index.changed.notify_all()
 
     def discard(self, record: Record) -> None:
-        """Take a record off the disk. One being written now is deleted once it was."""
+        """Take a record off the disk. One being written now is deleted once it was; what the disk
+        refused to delete before is tried again."""
+        self._deletions, self._undeleted = self._undeleted + self._deletions, []
         if record.cold == Cold.STORED:
             self.cold_bytes -= stored_bytes(record.total_bytes, record.payload_bytes)
             self._deletions.append(record.id)
@@ -224,8 +226,10 @@ class WriteBehind:
     def _candidates(self) -> Iterator[Candidate[Record]]:
         now_ns = self._wall_ns()
         for record in self._index.cold_order:
-            wanted = record.promotion is not None or (not record.warm and self._warm.leased(record))
-            keep = wanted or record.pinned_until_ns > now_ns
+            # Without this copy the record would be gone: not while somebody wants it, nor from
+            # under children that leave the disk only and stay in the warm tier.
+            last = not record.warm and (record.warm_children > 0 or self._warm.leased(record))
+            keep = last or record.promotion is not None or record.pinned_until_ns > now_ns
             children = record.cold_children if record.warm else len(record.children)
             yield Candidate(record, record.parent, stored_bytes(record.total_bytes, record.payload_bytes), children, keep)
 
