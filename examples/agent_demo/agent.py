@@ -145,12 +145,19 @@ def ask_cached(
     return row, answer.text
 
 
+def warm_up(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    """One short answer nobody sees: pages the weights in, compiles the chat template, starts
+    threads. A runtime does this once, before it takes its first request."""
+    ids = torch.tensor([render(tokenizer, [{"role": "user", "content": "Hello"}])])
+    with torch.inference_mode():
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)  # type: ignore[operator]
+
+
 def load(model_dir: Path) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
     began = time.perf_counter()
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        model(input_ids=torch.arange(16)[None])
+    warm_up(model, tokenizer)
     print(f"  model loaded in {time.perf_counter() - began:.1f} s", flush=True)
     return model, tokenizer
 
