@@ -392,16 +392,11 @@ class ColdTier:
         """Whole records, and ids of those to be removed: unreadable heads, missing chunks, and
         chunks left by a write that never committed its metadata.
 
-        Raises CorruptStore where the tables themselves cannot be read, or where the file was
-        too short and a record is not whole."""
+        Raises CorruptStore where the tables themselves cannot be read."""
         try:
-            good, bad = self._records()
-            if self._env.suspect:
-                for record in good:
-                    self.verify(record.head.header.id)
+            return self._records()
         except (lmdb.Error, FormatError) as exc:
             raise CorruptStore(str(exc)) from exc
-        return good, bad
 
     def _records(self) -> tuple[list[ColdRecord], list[RecordId]]:
         good: list[ColdRecord] = []

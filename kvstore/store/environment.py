@@ -19,6 +19,7 @@ from typing import Any
 
 import lmdb
 
+from warmkv.kvstore.store.pages import check_pages
 from warmkv.schema import lmdb_records
 from warmkv.schema.errors import ClosedError, FormatError, StoreError, StoreInUse, StoreTooNew
 
@@ -39,9 +40,8 @@ UNREADABLE = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError, lm
 
 
 class Environment:
-    """An open environment with its tables in ``db``. ``suspect`` tells that the data file was
-    shorter than its pages when it was opened; ``budget_bytes`` what of the wanted budget the map
-    has room for. **Threading:** any thread, each use inside `call`."""
+    """An open environment with its tables in ``db``; ``budget_bytes`` is what of the wanted budget
+    the map has room for. **Threading:** any thread, each use inside `call`."""
 
     def __init__(self, path: Path, lock_fd: int, wanted_bytes: int) -> None:
         self.path = path
@@ -55,7 +55,7 @@ class Environment:
         """Open the files below ``path``."""
         map_bytes = _map_bytes(self.path, self._wanted_bytes)
         self.budget_bytes = min(self._wanted_bytes, int(map_bytes * FILL))
-        self._env, self.suspect = _environment(self.path, map_bytes)
+        self._env = _environment(self.path, map_bytes)
         try:
             # A store of a newer format is left as it is: its tables are not ours to create.
             self.db: dict[bytes, Any] = {b"meta": self._env.open_db(b"meta")}
@@ -179,27 +179,20 @@ class Environment:
         }
 
 
-def _environment(path: Path, map_bytes: int) -> tuple[lmdb.Environment, bool]:
-    """The environment, and whether its file was shorter than its pages.
-
-    That is no proof of damage: LMDB never writes a last page that one transaction took and gave
-    back. But reading past the end would be a SIGBUS, so the file is made long enough, with zeros
-    that no check mistakes for data."""
+def _environment(path: Path, map_bytes: int) -> lmdb.Environment:
+    data = path / "data.mdb"
+    if data.exists():
+        check_pages(data)
     # LMDB writes its reader slots through a mapping: on a full disk the first touch of a page
     # that has no place there yet would be a SIGBUS.
     _allocate(path / "lock.mdb", READER_TABLE_BYTES)
     env = lmdb.open(str(path), map_size=map_bytes, max_dbs=len(lmdb_records.TABLES), max_readers=MAX_READERS, mode=0o600)
     try:
-        data = path / "data.mdb"
-        needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-        short = data.stat().st_size < needed and env.info()["last_txnid"] > 0
-        if short:
-            os.truncate(data, needed)
         env.reader_check()
     except BaseException:
         env.close()
         raise
-    return env, short
+    return env
 
 
 def _allocate(path: Path, size: int) -> None:

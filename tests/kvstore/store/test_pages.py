@@ -1,0 +1,56 @@
+"""The page check calls no healthy file damaged, whatever was written and deleted."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from warmkv.kvstore.store.pages import check_pages
+from warmkv.schema.errors import FormatError
+
+VALUES = (0, 8, 40, 500, 2000, 2030, 5000, 100_000, 400_000)
+
+
+def churn(path: Path, seed: int, rounds: int) -> None:
+    """Random transactions over five tables; the file is checked after each."""
+    rng = random.Random(seed)
+    env = lmdb.open(str(path), map_size=48 << 20, max_dbs=8)
+    tables = [env.open_db(b"table %d" % index) for index in range(5)]
+    keys: list[tuple[int, bytes]] = []
+    for _ in range(rounds):
+        try:
+            with env.begin(write=True) as txn:
+                for _ in range(rng.randrange(1, 30)):
+                    if keys and rng.random() < 0.45:
+                        table, key = keys.pop(rng.randrange(len(keys)))
+                        txn.delete(key, db=tables[table])
+                    else:
+                        table, key = rng.randrange(5), rng.randbytes(rng.choice((16, 20, 25)))
+                        keys.append((table, key))
+                        txn.put(key, rng.randbytes(rng.choice(VALUES) if rng.random() < 0.4 else 48), db=tables[table])
+        except lmdb.MapFullError:
+            keys = keys[: len(keys) // 2]
+        check_pages(path / "data.mdb")
+    env.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_healthy_file_is_called_damaged(tmp_path: Path, seed: int) -> None:
+    churn(tmp_path, seed, 150)
+
+
+def test_a_file_cut_anywhere_is_refused_or_whole_where_it_is_needed(tmp_path: Path) -> None:
+    churn(tmp_path, 9, 40)
+    data = tmp_path / "data.mdb"
+    whole = data.read_bytes()
+    refused = 0
+    for pages in range(2, len(whole) // 4096, 7):
+        data.write_bytes(whole[: pages * 4096])
+        try:
+            check_pages(data)
+        except FormatError:
+            refused += 1
+    assert refused > len(whole) // 4096 // 14
