@@ -151,7 +151,7 @@ ids = numpy.arange(1, 5001, dtype=numpy.uint32)
 query = client._query(identity, ids, (), warmkv.CLEAN)
 held = []
 for _ in range(3):
-    reply = client._session.offer(client._offer(query, client._namespace(identity), (), 40_000))
+    reply = client._session.offer(client._offer(query, client._namespace(identity), b"", 40_000))
     held.append(reply)
     with client.restore(identity, numpy.load(sys.argv[3])) as restored:
         held.append(restored)
