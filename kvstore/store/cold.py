@@ -106,6 +106,11 @@ class ColdTier:
     def budget_bytes(self) -> int:
         return self._env.budget_bytes
 
+    def keep_room_for(self, total_bytes: int) -> None:
+        """What is stored stays within the budget though others took the disk's room meanwhile:
+        evicting it would give nothing back to the disk."""
+        self._env.budget_bytes = max(self._env.budget_bytes, min(self._env.wanted_bytes, total_bytes))
+
     def begin_anew(self, reason: str) -> None:
         """Move an environment that turned out unreadable aside and begin a fresh one. Nobody else
         may use the tier yet. Raises StoreError."""

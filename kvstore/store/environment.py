@@ -45,7 +45,7 @@ class Environment:
 
     def __init__(self, path: Path, lock_fd: int, wanted_bytes: int) -> None:
         self.path = path
-        self._wanted_bytes = wanted_bytes
+        self.wanted_bytes = wanted_bytes
         self._lock_fd = lock_fd
         self._calls = threading.Condition()
         self._running = 0
@@ -53,8 +53,8 @@ class Environment:
 
     def _enter(self) -> None:
         """Open the files below ``path``."""
-        map_bytes = _map_bytes(self.path, self._wanted_bytes)
-        self.budget_bytes = min(self._wanted_bytes, int(map_bytes * FILL))
+        map_bytes = _map_bytes(self.path, self.wanted_bytes)
+        self.budget_bytes = min(self.wanted_bytes, int(map_bytes * FILL))
         self._env = _environment(self.path, map_bytes)
         try:
             # A store of a newer format is left as it is: its tables are not ours to create.
@@ -212,13 +212,14 @@ def _move_aside(path: Path, reason: str) -> None:
 
 
 def _map_bytes(path: Path, budget_bytes: int) -> int:
-    """Budget / 0.8, as far as the disk has room beside a reserve."""
+    """Budget / 0.8, as far as the disk has room beside a reserve, and always some more than the
+    file: deletions need pages."""
     data = path / "data.mdb"
     existing = data.stat().st_size if data.exists() else 0
     free = shutil.disk_usage(path).free
     reserve = min(256 << 20, free // 10)
     wanted = min(int(budget_bytes / FILL) + MAP_SLACK_BYTES, existing + free - reserve)
-    return max(MIN_MAP_BYTES, existing, wanted) // PAGE_BYTES * PAGE_BYTES
+    return max(MIN_MAP_BYTES, existing + MAP_SLACK_BYTES, wanted) // PAGE_BYTES * PAGE_BYTES
 
 
 def _lock(path: Path) -> int:

@@ -34,6 +34,7 @@ class WriteBehind:
         self.evictions = 0
         self.failures = 0
         self.cold_bytes = sum(stored_bytes(r.total_bytes, r.payload_bytes) for r in index.cold_order)
+        cold.keep_room_for(self.cold_bytes)
         self._index = index
         self._warm = warm
         self._cold = cold

@@ -194,11 +194,12 @@ def test_restores_leave_descriptors_and_leases_flat(served: DaemonProcess) -> No
         saved(client, identity, ids[:300], ack="disk")
         for _ in range(20):
             client.restore(identity, ids).close()
+        client.stats()  # by now the daemon has closed what it sent
         before = descriptors(os.getpid()), descriptors(served.pid)
         for _ in range(400):
             client.restore(identity, ids).close()
-        assert (descriptors(os.getpid()), descriptors(served.pid)) == before
         assert client.stats()["leases"] == 0
+        assert (descriptors(os.getpid()), descriptors(served.pid)) == before
 
 
 def test_clean_stop_flushes_what_was_acknowledged_in_memory(served: DaemonProcess) -> None:

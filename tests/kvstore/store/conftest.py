@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,22 @@ def open_store_with(tmp_path: Path) -> Iterator[OpenStore]:
 def descriptors() -> Callable[[], int]:
     """Counts this process's open descriptors."""
     return lambda: len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 48 MiB of its own."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(mount)]
+    try:
+        mounted = os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        mounted = False
+    if not mounted:
+        pytest.skip("cannot mount a file system")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,9 +31,9 @@ CHILD = """
 import sys
 from warmkv.kvstore.store import open_store
 from warmkv.kvstore.testing import random_identity, save
-path, first = sys.argv[1], int(sys.argv[2])
+path, first, warm_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 identity = random_identity(layers=1, heads=1, dim=256)
-store = open_store(path, warm_bytes=64 << 20, cold_bytes=512 << 20)
+store = open_store(path, warm_bytes=warm_bytes, cold_bytes=512 << 20)
 print("ready", flush=True)
 for seed in range(first, first + 1000):
     # Grows chains of three, so that parents and children are acknowledged apart; the third is
@@ -49,11 +49,12 @@ def ids(seed: int, length: int) -> list[int]:
     return [seed * 1000 + at for at in range(length)]
 
 
-def killed_child(path: Path, first: int, rng: random.Random) -> dict[int, int]:
+def killed_child(path: Path, first: int, warm_bytes: int, rng: random.Random) -> dict[int, int]:
     """Run the child, kill it after some acknowledgements, at a random moment of the next save;
     the longest prefix it acknowledged, by seed."""
     environ = {**os.environ, "PYTHONPATH": str(Path(warmkv.__file__).absolute().parent.parent)}
-    child = subprocess.Popen([sys.executable, "-c", CHILD, str(path), str(first)], stdout=subprocess.PIPE, env=environ)
+    command = [sys.executable, "-c", CHILD, str(path), str(first), str(warm_bytes)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ)
     assert child.stdout is not None
     try:
         assert child.stdout.readline() == b"ready\n"
@@ -73,12 +74,14 @@ def killed_child(path: Path, first: int, rng: random.Random) -> dict[int, int]:
     return acknowledged
 
 
-def test_acknowledged_saves_survive_sigkill(open_store_with: OpenStore, wide: Identity, tmp_path: Path) -> None:
+@pytest.mark.parametrize("warm_bytes", [64 * MIB, 500 * KIB])
+def test_acknowledged_saves_survive_sigkill(open_store_with: OpenStore, wide: Identity, tmp_path: Path, warm_bytes: int) -> None:
+    """With a warm tier that holds everything, and with one that has to let go with every save."""
     rng = random.Random(20)
     acknowledged: dict[int, int] = {}
     path = tmp_path / "store"
     for round_ in range(ROUNDS):
-        fresh = killed_child(path, round_ * 1000, rng)
+        fresh = killed_child(path, round_ * 1000, warm_bytes, rng)
         assert fresh
         acknowledged |= fresh
         store = open_store_with(path, cold_bytes=512 * MIB)
@@ -103,22 +106,6 @@ def test_close_writes_what_was_only_in_memory(open_store_with: OpenStore, wide: 
 
 
 # -- no room ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 48 MiB of its own."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(mount)]
-    try:
-        mounted = os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
-    except OSError:
-        mounted = False
-    if not mounted:
-        pytest.skip("cannot mount a file system")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
 def crowd(disk: Path, leave_bytes: int) -> Path:
