@@ -177,7 +177,7 @@ def _blocks(plane: RestoredPlane, length: int, device: torch.device) -> list[tor
     return blocks if device.type == "cpu" else [torch.cat(blocks, dim=-2).to(device)]
 
 
-class BlocksLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+class BlocksLayer(DynamicLayer):
     """A layer whose rows lie in several restored blocks until its first update joins them with
     the new rows: one copy instead of two. From then on it is a plain DynamicLayer; whoever looks
     at its tensors before joins them too."""
@@ -196,7 +196,7 @@ class BlocksLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         more_keys, more_values = [pair[0] for pair in new], [pair[1] for pair in new]
         joined = torch.cat([*keys, *more_keys], dim=-2), torch.cat([*values, *more_values], dim=-2)
         del self._parts
-        self.__class__ = DynamicLayer  # type: ignore[assignment]
+        self.__class__ = DynamicLayer
         self.keys, self.values = joined
         return joined
 
