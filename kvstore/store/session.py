@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from warmkv.kvstore.store.engine import Engine
 
 MAX_OPEN_IDENTITIES = 256
-MAX_SHARE_CHARACTERS = 128
 MAX_RESERVATIONS = 256
 
 

@@ -47,6 +47,9 @@ class WriteBehind:
         self._usage_wanted = 0
         self._usage_done = 0
         self._usage_error = ""
+        #: What `_fail` has to say, said once the lock is free: a log handler has a lock of its own,
+        #: and a lease that the garbage collector ends while another thread logs wants both.
+        self._complaints: list[str] = []
         self._busy = False
         self._stopping = False
         self._ended = False
@@ -164,7 +167,10 @@ class WriteBehind:
             self._warm.reap()
             with self._index.changed:
                 self._busy = False
+                complaints, self._complaints = self._complaints, []
                 self._index.changed.notify_all()
+            for complaint in complaints:
+                log.warning("%s", complaint)
 
     def _delete(self, doomed: list[RecordId], batch: list[Record]) -> bool:
         """Whether all of ``doomed`` is off the disk. If not, the batch fails: it has no room,
@@ -288,7 +294,7 @@ class WriteBehind:
         self.failures += 1
         record.cold_error = reason
         self._index.set_cold(record, Cold.ABSENT)
-        log.warning("segment %s stays in memory only: %s", record.id.hex(), reason)
+        self._complaints.append(f"segment {record.id.hex()} stays in memory only: {reason}")
         if not record.warm:
             self._index.drop(record)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import os
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,23 +15,17 @@ from warmkv.daemon.testing import PATIENCE_S, ServedEngine
 from warmkv.kvstore.rows import LayerRows
 from warmkv.kvstore.store.engine import Engine
 from warmkv.kvstore.store.options import StoreOptions
+from warmkv.kvstore.testing.bounds import bounded
 from warmkv.schema import frame, protocol
 from warmkv.schema import messages as m
 from warmkv.schema.identity import SINGLE, Identity, LayerKind, LayerSpec, PlaneFormat, PlaneRole, PlaneSpec, RopeRegime
 
 
 @pytest.fixture(autouse=True)
-def bounded() -> Iterator[None]:
+def limit() -> Iterator[None]:
     """A test that hangs fails instead."""
-
-    def expire(*_: object) -> None:
-        raise TimeoutError("test took too long")
-
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.alarm(150)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with bounded(150):
+        yield
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from warmkv.kvstore.store.check import check
 from warmkv.kvstore.store.engine import Engine
 from warmkv.kvstore.store.options import StoreOptions
 from warmkv.kvstore.testing import TOKENS, StoreContract, save
+from warmkv.kvstore.testing.bounds import bounded
 from warmkv.kvstore.verbs import Verbs
 from warmkv.schema.identity import Identity
 
@@ -27,17 +27,10 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def bounded() -> Iterator[None]:
+def limit() -> Iterator[None]:
     """A test that hangs fails instead."""
-
-    def expire(*_: object) -> None:
-        raise TimeoutError("test took too long")
-
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.alarm(150)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with bounded(150):
+        yield
 
 
 def client_of(socket: Path) -> Client:

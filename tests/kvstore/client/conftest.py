@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -18,23 +17,17 @@ from warmkv.kvstore.client import client as client_module
 from warmkv.kvstore.rows import LayerRows
 from warmkv.kvstore.store.engine import Engine
 from warmkv.kvstore.store.options import StoreOptions
+from warmkv.kvstore.testing.bounds import bounded
 from warmkv.schema import messages as m
 from warmkv.schema import protocol
 from warmkv.schema.identity import SINGLE, Identity, LayerKind, LayerSpec, PlaneFormat, PlaneRole, PlaneSpec, RopeRegime
 
 
 @pytest.fixture(autouse=True)
-def bounded() -> Iterator[None]:
+def limit() -> Iterator[None]:
     """A test that hangs fails instead."""
-
-    def expire(*_: object) -> None:
-        raise TimeoutError("test took too long")
-
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.alarm(120)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with bounded(120):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from warmkv.kvstore.store import Store, StoreOptions
 from warmkv.kvstore.store.check import check
 from warmkv.kvstore.store.engine import Engine
 from warmkv.kvstore.testing import random_identity
+from warmkv.kvstore.testing.bounds import bounded
 from warmkv.schema.identity import Identity
 
 settings.register_profile("warmkv", deadline=None)
@@ -79,14 +79,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def bounded() -> Iterator[None]:
+def limit() -> Iterator[None]:
     """A test that hangs fails instead."""
-
-    def expire(*_: object) -> None:
-        raise TimeoutError("test took too long")
-
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.alarm(150)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with bounded(150):
+        yield

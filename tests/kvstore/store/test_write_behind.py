@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -228,3 +229,43 @@ def _until(store: Store, condition: Callable[[], bool]) -> bool:
     """Wait for the writer, which tells of every change, until ``condition``."""
     with store.engine.index.changed:
         return store.engine.index.changed.wait_for(condition, PATIENCE_S)
+
+
+class LockWatch(logging.Handler):
+    """Notes every record that is logged by a thread that holds the index lock."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(logging.DEBUG)
+        self.changed = store.engine.index.changed
+        self.seen: list[str] = []
+        self.under_lock: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(record.getMessage())
+        if self.changed._is_owned():  # type: ignore[attr-defined]
+            self.under_lock.append(record.getMessage())
+
+
+def test_nothing_is_logged_under_the_index_lock(
+    open_store_with: OpenStore, wide: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log handler has a lock of its own: held in two orders, the two would deadlock."""
+    store = open_store_with(True, cold_bytes=700 * KIB)
+    watch = LockWatch(store)
+    logger = logging.getLogger("warmkv")
+    logger.addHandler(watch)
+    try:
+        with pytest.raises(ColdFull):  # larger than the budget
+            save(store, wide, ids(1, 500), ack="disk")
+
+        def refuse(self: ColdTier, items: Sequence[object], counter: int) -> None:
+            raise ColdFull("refused")
+
+        monkeypatch.setattr(ColdTier, "write", refuse)
+        with pytest.raises(ColdFull):
+            save(store, wide, ids(2), ack="disk")
+        assert store.flush(PATIENCE_S)
+    finally:
+        logger.removeHandler(watch)
+    assert sum("stays in memory only" in line for line in watch.seen) >= 2
+    assert watch.under_lock == []
