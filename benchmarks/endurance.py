@@ -28,7 +28,7 @@ def main() -> int:
     identity = smollm_like(layers=12)
     records = rows_for(identity, 600)
     ids = np.arange(1, 602, dtype=np.uint32)
-    with daemon(root=Path.cwd()) as served, warmkv.connect(served.socket, strict=True) as client:
+    with daemon(root=Path.cwd()) as served, warmkv.connect(str(served.socket), strict=True) as client:
         client.save(identity, ids[:400], cut(records, 400))
         client.save(identity, ids[:600], records, ack="disk")
         samples = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -20,6 +19,7 @@ import numpy.typing as npt
 from harness import arrays, cut, daemon, median_s, print_table, rows_for, smollm_like, write_json
 
 import warmkv
+from warmkv.daemon.testing import DaemonProcess
 from warmkv.kvstore import memfd
 from warmkv.kvstore import rows as source
 from warmkv.schema.records import CLEAN, ROOT, NamespaceKey, as_tokens
@@ -177,7 +177,7 @@ def main() -> int:
         table = serialisers(base)
         for pieces in (1, 10):
             with daemon(root=Path(scratch)) as served:
-                measure(served, identity, ids, records, pieces, base.target, given.rounds, figures, env, base)
+                measure(served, identity, ids, records, pieces, given.rounds, figures, env, base)
         env.close()
     report(figures, table, base.total)
     if given.model.exists():
@@ -192,9 +192,12 @@ def write_container(identity: warmkv.Identity, ids: Flat, records: list[source.L
     source.write_segment(identity, NamespaceKey(bytes(16)), CLEAN, ROOT, 0, tokens, (), by_layer).close()
 
 
-def measure(served, identity, ids, records, pieces, target, rounds, figures, env, base) -> None:  # type: ignore[no-untyped-def]
+def measure(
+    served: DaemonProcess, identity: warmkv.Identity, ids: npt.NDArray[np.uint32], records: list[source.LayerRows], pieces: int,
+    rounds: int, figures: dict[str, float], env: lmdb.Environment, base: Baselines,
+) -> None:  # fmt: skip
     name = f"{pieces} segment" + "s" * (pieces > 1)
-    with warmkv.connect(served.socket, timeout_s=60, strict=True) as client:
+    with warmkv.connect(str(served.socket), timeout_s=60, strict=True) as client:
         figures[f"save {name}, ack=disk"] = median_s(lambda: save_segments(client, identity, ids, records, pieces), 1)
         if pieces == 1:
             memory = []
@@ -207,19 +210,19 @@ def measure(served, identity, ids, records, pieces, target, rounds, figures, env
                 client.forget(identity, other)
             figures["save, ack=memory"] = sorted(memory)[len(memory) // 2]
         figures[f"warm views, {name}"] = median_s(lambda: views(client, identity, ids), 30 * rounds)
-        figures[f"warm use, {name}"] = median_s(lambda: use(client, identity, ids, target), rounds)
+        figures[f"warm use, {name}"] = median_s(lambda: use(client, identity, ids, base.target), rounds)
     cached, cold, plain = [], [], []
     for _ in range(3):
-        served.stop(signal.SIGTERM)
+        served.stop()
         served.start()
-        with warmkv.connect(served.socket, timeout_s=60, strict=True) as client:
+        with warmkv.connect(str(served.socket), timeout_s=60, strict=True) as client:
             cached.append(median_s(lambda client=client: views(client, identity, ids), 1))
         plain.append(median_s(lambda: base.lmdb_to_memfd(env), 1))
     for _ in range(3):
-        served.stop(signal.SIGKILL)
+        served.kill()
         drop(served.store / "data.mdb")
         served.start()
-        with warmkv.connect(served.socket, timeout_s=60, strict=True) as client:
+        with warmkv.connect(str(served.socket), timeout_s=60, strict=True) as client:
             cold.append(median_s(lambda client=client: views(client, identity, ids), 1))
     figures[f"cold views (file cached), {name}"] = sorted(cached)[1]
     figures[f"lmdb to memfd beside, {name}"] = sorted(plain)[1]
@@ -308,7 +311,7 @@ def logits(model_dir: Path, rounds: int) -> None:
 
         rows.append(["raw file, mmap + copy", seconds(median_s(from_raw, rounds)), "see beside", "", ""])
         for pieces in (1, 10):
-            with daemon(root=Path(scratch)) as served, warmkv.connect(served.socket, timeout_s=60, strict=True) as client:
+            with daemon(root=Path(scratch)) as served, warmkv.connect(str(served.socket), timeout_s=60, strict=True) as client:
                 agent = PromptCache(model, tokenizer, client)
                 step = TOKENS // pieces
                 for end in range(step, TOKENS + 1, step):
@@ -320,7 +323,7 @@ def logits(model_dir: Path, rounds: int) -> None:
                     for _ in range(rounds)
                 ]
                 raw_s, warm_s = (median(times) for times in zip(*turns, strict=True))
-                served.stop(signal.SIGKILL)
+                served.kill()
                 drop(served.store / "data.mdb")
                 served.start()
                 cold_s = median_s(lambda agent=agent: forward(agent.load(everything)), 1)

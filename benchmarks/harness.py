@@ -6,12 +6,10 @@ import contextlib
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -20,8 +18,8 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-import warmkv
 from warmkv import SINGLE, Identity, LayerKind, LayerSpec, PlaneFormat, PlaneRole, PlaneSpec, RopeRegime
+from warmkv.daemon.testing import DaemonProcess
 from warmkv.kvstore.rows import LayerRows
 
 console = Console(highlight=False, width=150)
@@ -63,8 +61,6 @@ def rows_for(identity: Identity, tokens: int, seed: int = 0) -> list[LayerRows]:
 
 def cut(records: list[LayerRows], end: int) -> list[LayerRows]:
     """The same rows up to token ``end``."""
-    from dataclasses import replace
-
     return [replace(record, planes=tuple(replace(plane, rows=plane.rows[:end]) for plane in record.planes)) for record in records]
 
 
@@ -72,55 +68,18 @@ def arrays(records: list[LayerRows]) -> list[npt.NDArray[np.generic]]:
     return [plane.rows for record in records for plane in record.planes]
 
 
-class Daemon:
-    """A `warmkv serve` with a store and socket of its own."""
-
-    def __init__(self, root: Path, *arguments: str) -> None:
-        self.root = root
-        self.socket = str(Path(tempfile.mkdtemp(prefix="warmkv-bench-")) / "warmkv.sock")
-        self.store = root / "store"
-        self.arguments = arguments
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "warmkv.daemon.cli", "serve", "--socket", self.socket, "--store", str(self.store)]
-        environment = {**os.environ, "WARMKV_LOG_LEVEL": "warning"}
-        self.process = subprocess.Popen([*command, *self.arguments], env=environment)
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise SystemExit(f"the daemon ended with status {self.process.returncode}")
-            try:
-                with warmkv.connect(self.socket, strict=True) as client:
-                    client.stats()
-                return
-            except warmkv.WarmKVError:
-                time.sleep(0.02)
-        raise SystemExit("the daemon did not become ready")
-
-    def stop(self, number: int = signal.SIGTERM) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(number)
-            self.process.wait(120)
-
-    @property
-    def pid(self) -> int:
-        assert self.process is not None
-        return self.process.pid
-
-
 @contextlib.contextmanager
-def daemon(*arguments: str, root: Path | None = None) -> Iterator[Daemon]:
-    """A running daemon, its files removed afterwards. ``root`` should lie on a real disk."""
-    base = Path(tempfile.mkdtemp(prefix="bench-", dir=root or Path.cwd()))
-    served = Daemon(base, *arguments)
+def daemon(*arguments: str, root: Path) -> Iterator[DaemonProcess]:
+    """A running daemon, its files removed afterwards. Its store lies below ``root``, which should
+    be on a real disk; its socket in a short path of its own."""
+    base = Path(tempfile.mkdtemp(prefix="bench-", dir=root))
+    runtime = Path(tempfile.mkdtemp(prefix="warmkv-bench-"))
     try:
-        served.start()
-        yield served
+        with DaemonProcess(runtime, "--log-level", "warning", *arguments, store=base / "store") as served:
+            yield served
     finally:
-        served.stop(signal.SIGKILL)
         shutil.rmtree(base, ignore_errors=True)
-        shutil.rmtree(Path(served.socket).parent, ignore_errors=True)
+        shutil.rmtree(runtime, ignore_errors=True)
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -135,11 +94,6 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 def write_json(path: Path | None, value: object) -> None:
     if path is not None:
         path.write_text(json.dumps(value, indent=1))
-
-
-def resident_bytes(pid: int) -> int:
-    """Resident set of a process, shared memory included."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def anonymous_bytes(pid: int) -> int:

@@ -31,14 +31,17 @@ def child_environ(**more: str) -> dict[str, str]:
 
 
 class DaemonProcess:
-    """``warmkv serve`` as a child process, with socket, store and log below ``directory``.
+    """``warmkv serve`` as a child process, with socket, log and, unless ``store`` says otherwise,
+    store below ``directory``.
 
     ``start`` returns once connections are taken; the same object may be started again after
     `stop` or `kill`, on the same store."""
 
-    def __init__(self, directory: Path, *arguments: str, environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, directory: Path, *arguments: str, store: Path | None = None, environ: dict[str, str] | None = None
+    ) -> None:
         self.socket = directory / "run" / "warmkv.sock"
-        self.store = directory / "store"
+        self.store = store or directory / "store"
         self.log_path = directory / "daemon.log"
         self.arguments = arguments
         self._environ = child_environ(**(environ or {}))

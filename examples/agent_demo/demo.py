@@ -14,7 +14,6 @@ import json
 import mmap
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,42 +25,13 @@ from plot import bar_chart
 from rich.console import Console
 from rich.table import Table
 
-import warmkv
+from warmkv.daemon.testing import DaemonProcess
 
 HERE = Path(__file__).resolve().parent
 AGENT = HERE / "agent.py"
-START_S = 30.0
 #: Narrower than this the table would be cut.
 TABLE_COLUMNS = 128
 Rows = list[dict[str, Any]]
-
-
-class Daemon:
-    """A `warmkv serve` of this demo's own, with its own socket and store."""
-
-    def __init__(self, socket: Path, store: Path) -> None:
-        self.socket, self.store = socket, store
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "warmkv.daemon.cli", "serve", "--socket", str(self.socket), "--store", str(self.store)]
-        self.process = subprocess.Popen(command, env={**os.environ, "WARMKV_LOG_LEVEL": "warning"})
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise SystemExit(f"the daemon ended at once with status {self.process.returncode}")
-            try:
-                with warmkv.connect(str(self.socket), strict=True) as client:
-                    client.stats()
-                return
-            except warmkv.WarmKVError:
-                time.sleep(0.05)
-        raise SystemExit(f"the daemon was not ready within {START_S:.0f} s")
-
-    def stop(self, number: int) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(number)
-            self.process.wait(60)
 
 
 def resident_share(path: Path) -> float:
@@ -181,13 +151,13 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="run-", dir=given.out))
     runtime = Path(tempfile.mkdtemp(prefix="warmkv-demo-"))
-    daemon = Daemon(runtime / "warmkv.sock", work / "store")
+    daemon = DaemonProcess(runtime, "--log-level", "warning", store=work / "store")
     try:
         console.rule("Process A")
         daemon.start()
         first = run_agent("first", "A", given.model, daemon.socket, work, [])
         console.rule("The daemon is killed, its file dropped from memory, and started again")
-        daemon.stop(signal.SIGKILL)
+        daemon.kill()
         resident = drop_from_page_cache(daemon.store / "data.mdb")
         console.print(
             f"  {(daemon.store / 'data.mdb').stat().st_size / 1e6:.0f} MB on disk, {resident:.2%} of it in the page cache"
@@ -197,9 +167,9 @@ def main() -> int:
         second = run_agent("resume", "B", given.model, daemon.socket, work, first["answers"])
         console.rule("Process C, from memory")
         third = run_agent("resume", "C", given.model, daemon.socket, work, second["answers"])
-        daemon.stop(signal.SIGTERM)
+        daemon.stop()
     finally:
-        daemon.stop(signal.SIGKILL)
+        daemon.kill()
         shutil.rmtree(runtime, ignore_errors=True)
         shutil.rmtree(work, ignore_errors=True)
     table = compare(first["rows"], [*second["rows"], *third["rows"]])
