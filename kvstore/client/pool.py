@@ -19,7 +19,8 @@ class IdlePool:
     Notes: `end_lease` runs in finalizers, hence at any moment of any thread, one that holds
     the lock included. It only appends to deques and tries the lock; whoever holds the lock looks
     for ended leases again after letting go of it, so none is left behind. No I/O under the lock.
-    A reservation is bound to its connection: between offer and commit nobody else gets that one."""
+    A reservation is bound to its connection: between offer and commit nobody else gets that one,
+    not even to send its ended leases, which go out with the upload."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -62,7 +63,8 @@ class IdlePool:
                 self._all.discard(connection)
             else:
                 self._idle.append(connection)
-                self._any_ended |= bool(connection.ended)  # ended since it was looked at above
+                # Ended since it was looked at above, or on one whose upload never came.
+                self._any_ended |= any(item.ended for item in self._idle)
                 surplus.extend(self._beyond_limit())
         _close(surplus)
         self._sweep()
@@ -107,7 +109,7 @@ class IdlePool:
         while self._any_ended and self._lock.acquire(blocking=False):
             try:
                 self._any_ended = False
-                ready = [item for item in self._idle if item.ended]
+                ready = [item for item in self._idle if item.ended and not item.reserved]
                 self._idle = [item for item in self._idle if item not in ready]
             finally:
                 self._lock.release()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from warmkv.daemon.testing import PATIENCE_S, ServedEngine, eventually
+from warmkv.kvstore.client.connection import Connection
 from warmkv.kvstore.client.pool import KEEP
 from warmkv.kvstore.client.session import RemoteSession
 from warmkv.kvstore.store.engine import Engine
@@ -306,6 +307,28 @@ def test_a_reservation_whose_connection_is_lost_is_not_claimed(scripted: Scripte
         session.annotate(m.Annotate(KEY, KEY, TOKENS, reservation=again.reservation))
         session.close()
     assert claimed == [0, again.reservation]
+
+
+def test_a_lease_that_ends_does_not_take_the_connection_of_an_upload(
+    scripted: Scripted, session: RemoteSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept: list[bool] = []
+    end_leases = Connection.end_leases
+
+    def watched(connection: Connection) -> None:
+        swept.append(connection.reserved)
+        end_leases(connection)
+
+    with scripted(serve):
+        grant = session.acquire(acquire())
+        offered = session.offer(offer())
+        with monkeypatch.context() as patched:
+            patched.setattr(Connection, "end_leases", watched)
+            grant.release()
+        assert not any(swept), "the connection was away while its upload might have come"
+        session.annotate(m.Annotate(KEY, KEY, TOKENS, reservation=offered.reservation))
+        assert not any(item.ended or item.leases for item in session._pool._idle)
+        session.close()
 
 
 def test_uploads_from_many_threads_all_find_their_reservation(
