@@ -153,8 +153,9 @@ class PeerSession:
             grant = self._local.acquire(message)
             reply: m.Message = grant.reply
             fds = grant.fds
-            if grant.reply.lease:
-                self._leases[grant.reply.lease] = grant.release
+            for lease, release in ((grant.reply.lease, grant.release), (grant.reply.flight, grant.release_flight)):
+                if lease:
+                    self._leases[lease] = release
         elif isinstance(message, m.Commit):
             reply = self._local.commit(message, frame.fds[0])
         else:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from warmkv.kvstore.needs import needs_of_model
 from warmkv.schema import messages as m
 from warmkv.schema.errors import RemoteProtocolError
 from warmkv.schema.identity import Identity
-from warmkv.schema.records import CLEAN, Anchor, Attachment, Lineage, RecordId, unpack_anchors
+from warmkv.schema.records import CLEAN, Anchor, Attachment, Lineage, RecordId, unpack_anchors, unpack_table
 
 TIERS = {m.TIER_NONE: None, m.TIER_WARM: "warm", m.TIER_COLD: "cold"}
 
@@ -22,11 +24,22 @@ class FirstDifference:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers with the same need (one of the two of layers that keep rows and state), and the
+    number of tokens they alone could resume from."""
+
+    layers: tuple[int, ...]
+    usable: int
+
+
+@dataclass(frozen=True, slots=True)
 class Match:
     """``matched`` tokens agree with stored ones; from ``usable`` of them a model can resume.
 
     ``tier`` is where the slowest needed part lies ("warm", "cold" or None), ``load_s`` an
-    estimate of the time to hand it over, ``reason`` why there is no more."""
+    estimate of the time to hand it over, ``reason`` why there is no more. ``groups`` are filled in
+    on request; ``identity_difference`` names, where nothing is stored for the model, the fields in
+    which the nearest model that is stored differs."""
 
     identity: Identity
     matched: int = 0
@@ -41,9 +54,27 @@ class Match:
     epoch: int = 0
     attachments: tuple[Attachment, ...] = ()
     lineage: Lineage = CLEAN
+    groups: tuple[LayerGroup, ...] = ()
+    identity_difference: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return self.usable > 0
+
+    @property
+    def nearest_anchor(self) -> Anchor | None:
+        """The deepest named position at or before where the query leaves what is stored."""
+        return max((item for item in self.anchors if item.position <= self.matched), key=_position, default=None)
+
+    def explain(self, decode: Callable[[Sequence[int]], str] | None = None) -> str:
+        """Why there is no more, for people. ``decode`` spells a list of ids, as tokenizers do."""
+        parts = [self.reason] if self.reason else []
+        difference = self.first_difference
+        if difference is not None and decode is not None:
+            parts.append(f"asked for {decode([difference.query])!r}, stored is {decode([difference.stored])!r}")
+        nearest = self.nearest_anchor
+        if nearest is not None and self.reason:
+            parts.append(f"nearest anchor before it at {nearest.position} ({nearest.kind.name.lower()})")
+        return "; ".join(parts)
 
     @classmethod
     def of(cls, reply: m.Matched, identity: Identity, attachments: tuple[Attachment, ...], lineage: Lineage) -> Match:
@@ -55,7 +86,26 @@ class Match:
         return cls(
             identity, reply.matched, reply.usable, TIERS[reply.tier], unpack_anchors(reply.anchors), difference, reply.reason,
             reply.segments, reply.total_bytes, reply.load_us / 1e6, reply.epoch, attachments, lineage,
+            groups=_groups(reply.groups, identity), identity_difference=tuple(filter(None, reply.identity_difference.split(","))),
         )  # fmt: skip
+
+
+def _groups(packed: bytes, identity: Identity) -> tuple[LayerGroup, ...]:
+    """Groups of a reply; a group is named by one of its layers."""
+    needs = needs_of_model(identity.layers)
+    sets = [*(group.layers for group in needs.groups), needs.exact, needs.trimmable, needs.constant]
+    found: list[LayerGroup] = []
+    for layer, usable in unpack_table(packed, m.GROUP_DTYPE, "groups").tolist():
+        named = [layers for layers in sets if layers and layers[0] == layer]
+        if not named:
+            raise RemoteProtocolError(f"layer {layer} begins no group of the model's layers")
+        taken = named[0] if not any(item.layers == named[0] for item in found) else named[-1]
+        found.append(LayerGroup(taken, usable))
+    return tuple(found)
+
+
+def _position(anchor: Anchor) -> int:
+    return anchor.position
 
 
 @dataclass(frozen=True, slots=True)

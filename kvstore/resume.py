@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from warmkv.schema.identity import LayerKind, LayerSpec
+from warmkv.schema.identity import LayerKind, LayerSpec, PlaneRole
 from warmkv.schema.records import Attachment
 
 
@@ -60,9 +60,20 @@ class Held:
     constants: frozenset[int] = frozenset()
 
 
+Ranges = tuple[tuple[int, int], ...]
+
+
 class Need(Protocol):
     def last_valid(self, p: int, held: Held) -> int:
         """Greatest q with 0 <= q <= p at which this need is met."""
+        ...
+
+
+class RowNeed(Need, Protocol):
+    """A need that rows meet."""
+
+    def required(self, p: int) -> Ranges:
+        """The rows [start, end) that must be there to resume at p: disjoint, sorted, none empty."""
         ...
 
 
@@ -72,6 +83,9 @@ class All:
 
     def last_valid(self, p: int, held: Held) -> int:
         return min(p, held.rows.run_end(0))
+
+    def required(self, p: int) -> Ranges:
+        return _ranges((0, p))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +106,9 @@ class Last:
             p = start
         return 0
 
+    def required(self, p: int) -> Ranges:
+        return _ranges((max(0, p - self.n), p))
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -102,6 +119,9 @@ class Chunk:
     def last_valid(self, p: int, held: Held) -> int:
         floor = p // self.c * self.c
         return min(p, held.rows.run_end(floor))
+
+    def required(self, p: int) -> Ranges:
+        return _ranges((p // self.c * self.c, p))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +134,10 @@ class SinksAndLast:
     def last_valid(self, p: int, held: Held) -> int:
         prefix = held.rows.run_end(0)
         return min(p, prefix) if prefix < min(self.s, p) else Last(self.n).last_valid(p, held)
+
+    def required(self, p: int) -> Ranges:
+        sinks = min(self.s, p)
+        return _ranges((0, sinks), (max(sinks, p - self.n), p)) if p - self.n > sinks else _ranges((0, p))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,26 +186,37 @@ class Outside:
         return next((item.start for item in self.attachments if item.start < p < item.end), p)
 
 
+def _ranges(*found: tuple[int, int]) -> Ranges:
+    return tuple(item for item in found if item[0] < item[1])
+
+
+def row_need(layer: LayerSpec) -> RowNeed | None:
+    """What rows a layer needs; None for layers without rows of their own."""
+    if not layer.row_planes:
+        return None
+    if layer.kind == LayerKind.SLIDING or (layer.kind == LayerKind.HYBRID and layer.window):
+        return Last(layer.window - 1)
+    if layer.kind == LayerKind.CHUNKED:
+        return Chunk(layer.chunk)
+    if layer.kind == LayerKind.SINK_WINDOW:
+        return SinksAndLast(layer.sinks, layer.window - 1)
+    return All()
+
+
+def state_need(layer: LayerSpec, attachments: tuple[Attachment, ...] = ()) -> Need | None:
+    """What state a layer needs; None for layers that have none. Parked importance and logits
+    belong to a state, but nothing resumes from them."""
+    if all(plane.role in (PlaneRole.IMPORTANCE, PlaneRole.LOGITS) for plane in layer.state_planes):
+        return None
+    if layer.kind == LayerKind.OPAQUE:
+        return Trimmable()
+    return Const(attachments) if layer.kind == LayerKind.ENCODER else Exact()
+
+
 def needs_of(layer: LayerSpec, attachments: tuple[Attachment, ...] = ()) -> tuple[Need, ...]:
-    """The needs of a layer; more than one for layers that keep several kinds of state."""
-    kind = layer.kind
-    if kind == LayerKind.FULL:
-        return (All(),)
-    if kind == LayerKind.SLIDING:
-        return (Last(layer.window - 1),)
-    if kind == LayerKind.CHUNKED:
-        return (Chunk(layer.chunk),)
-    if kind == LayerKind.SINK_WINDOW:
-        return (SinksAndLast(layer.sinks, layer.window - 1),)
-    if kind == LayerKind.OPAQUE:
-        return (Trimmable(),)
-    if kind == LayerKind.ENCODER:
-        return (Const(attachments),)
-    if kind == LayerKind.SHARED:
-        return (Nothing(),)
-    if kind == LayerKind.HYBRID:
-        return (All(), Exact())
-    return (Exact(),)
+    """The needs of a layer; two for layers that keep rows and state, `Nothing` for shared ones."""
+    found = tuple(need for need in (row_need(layer), state_need(layer, attachments)) if need is not None)
+    return found or (Nothing(),)
 
 
 def usable(

@@ -17,11 +17,13 @@ from warmkv.schema.records import NamespaceKey
 @dataclass(frozen=True, slots=True)
 class Grant:
     """Descriptors of a chain, owned by the receiver, who closes each; ``release`` ends the
-    lease and may be called from any thread, once."""
+    lease, ``release_flight`` the promise to compute what is missing. Both may be called from any
+    thread, once."""
 
     reply: m.Acquired
     fds: tuple[int, ...]
     release: Callable[[], None]
+    release_flight: Callable[[], None] = lambda: None
 
 
 class Session(Protocol):

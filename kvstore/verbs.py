@@ -13,19 +13,21 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Literal, TypeVar
 
 from warmkv.kvstore import rows as source
+from warmkv.kvstore.assembly import restore
 from warmkv.kvstore.channel import close_all
-from warmkv.kvstore.restored import Restored, restore
+from warmkv.kvstore.restored import Restored
 from warmkv.kvstore.results import Forgotten, Match, Offer, Saved
-from warmkv.kvstore.rows import LayerRows
+from warmkv.kvstore.rows import Array, LayerRows, LayerState
 from warmkv.kvstore.save_queue import SaveQueue
+from warmkv.kvstore.saving import Query, Save
 from warmkv.kvstore.session import Session
 from warmkv.schema import messages as m
-from warmkv.schema.errors import ClosedError, OfferAgain, RecordError, WarmKVError
+from warmkv.schema.errors import ClosedError, RecordError, WarmKVError
 from warmkv.schema.identity import Identity
 from warmkv.schema.records import (
     CLEAN,
@@ -34,36 +36,19 @@ from warmkv.schema.records import (
     Attachment,
     Lineage,
     NamespaceKey,
-    Tokens,
     TokensLike,
     as_tokens,
     check_attachments,
     pack_anchors,
-    pack_attachments,
 )
 
 Ack = Literal["memory", "disk"]
 At = Literal["longest", "anchor"]
 _ACKS = {"memory": m.ACK_MEMORY, "disk": m.ACK_DISK}
 _ATS = {"longest": m.AT_LONGEST, "anchor": m.AT_ANCHOR}
-#: A save offers again when what it builds on was evicted meanwhile; then it gives up.
-SAVE_ROUNDS = 3
-SAVE_QUEUE = 8
-#: Allowance for a container's head and alignment beside tokens and planes.
-HEAD_BYTES = 16384
+SAVE_QUEUE = 64
+Records = Sequence[LayerRows | LayerState]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Query:
-    identity: Identity
-    tokens: Tokens
-    attachments: tuple[Attachment, ...]
-    lineage: Lineage
-
-    @property
-    def packed(self) -> bytes:
-        return pack_attachments(self.attachments)
 
 
 class Verbs(ABC):
@@ -90,28 +75,38 @@ class Verbs(ABC):
 
     def match(
         self, identity: Identity, ids: TokensLike, *, attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN,
-        at: At = "longest",
+        at: At = "longest", logits: bool = False, detail: bool = False, prefill_tps: float = 0.0,
     ) -> Match:  # fmt: skip
         """How many of ``ids`` are known and from how many a model could resume. Moves nothing.
+
+        ``detail`` fills in `Match.groups`; ``logits`` and ``prefill_tps`` as in `restore`.
 
         Raises RecordError for ids or attachments that cannot be."""
         query, place = self._query(identity, ids, attachments, lineage), _at(at)
         try:
             key = self._namespace(identity)
-            reply = self._session.match(m.Match(key, lineage, query.tokens, query.packed, place))
+            speed = _speed(prefill_tps)
+            reply = self._session.match(m.Match(key, lineage, query.tokens, query.packed, place, detail, logits, speed))
         except WarmKVError as exc:
             return self._miss(query, exc)
         return Match.of(reply, identity, query.attachments, lineage)
 
     def restore(
         self, target: Match | Identity, ids: TokensLike, *, attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN,
-        at: At = "longest", verify: bool = False, writable: bool = False,
+        at: At = "longest", verify: bool = False, writable: bool = False, logits: bool = False, prefill_tps: float = 0.0,
+        wait_s: float = 0.0,
     ) -> Restored:  # fmt: skip
         """State of the longest usable prefix of ``ids``, mapped into this process.
 
         ``target`` is an identity, or a Match of the same ids, whose attachments and lineage then
         count. ``verify`` checks every payload byte; ``writable`` maps private pages that may be
-        written (the store never sees it). A miss comes back as a false Restored."""
+        written (the store never sees it). With ``logits`` all of ``ids`` may be usable, where the
+        logits after the last were parked; else one is always left to feed. ``prefill_tps`` is the
+        speed, in tokens a second, at which the caller would compute: what takes longer to load is
+        a miss. With ``wait_s`` a caller whose prompt others are computing waits for them that long;
+        one who finds nobody gets a `Restored.flight` while others wait for it.
+
+        A miss comes back as a false Restored."""
         limit = 0
         if isinstance(target, Match):
             identity, attachments, lineage, limit = target.identity, target.attachments, target.lineage, target.usable
@@ -122,14 +117,17 @@ class Verbs(ABC):
         query, place = self._query(identity, ids, attachments, lineage), _at(at)
         try:
             key = self._namespace(identity)
-            grant = self._session.acquire(m.Acquire(key, lineage, query.tokens, query.packed, place, limit))
+            wait_ms = max(0, int(wait_s * 1000))
+            about = (key, lineage, query.tokens, query.packed, place, limit, logits, _speed(prefill_tps), wait_ms)
+            grant = self._session.acquire(m.Acquire(*about))
             try:
                 match = Match.of(grant.reply, identity, query.attachments, lineage)
             except BaseException:
                 close_all(grant.fds)
                 grant.release()
+                grant.release_flight()
                 raise
-            return restore(grant, match, key, query.tokens, verify=verify, writable=writable)
+            return restore(grant, match, key, query.tokens, verify=verify, writable=writable, logits=logits)
         except WarmKVError as exc:
             return Restored(self._miss(query, exc))
 
@@ -152,98 +150,66 @@ class Verbs(ABC):
     ) -> Offer:  # fmt: skip
         """What of ``ids`` is held, hence need not be computed, read back or sent.
 
-        Unlike `match` it counts whole rows up to len(ids). ``fields`` are digests of frozen
+        Unlike `match` it counts rows up to len(ids), whatever else is needed to resume. ``fields`` are digests of frozen
         quantisation fields, for formats that have them."""
         packed = _pack_fields(fields)
         query = self._query(identity, ids, attachments, lineage)
         try:
-            reply = self._session.offer(self._offer(query, self._namespace(identity), packed, 0))
+            key = self._namespace(identity)
+            reply = self._session.offer(m.Offer(key, query.lineage, query.tokens, query.packed, packed))
         except WarmKVError as exc:
             self._failed(exc)
             return Offer(0, ROOT, 0, 0, 0)
         return Offer(reply.held, reply.parent, reply.reservation, reply.reserved_bytes, reply.epoch)
 
     def save(
-        self, identity: Identity, ids: TokensLike, records: Sequence[LayerRows], *, ack: Ack = "memory",
+        self, identity: Identity, ids: TokensLike, records: Records, *, ack: Ack = "memory",
         anchors: Iterable[Anchor] = (), attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN,
-        fields: Sequence[bytes] = (),
+        fields: Sequence[bytes] = (), logits: Array | None = None,
     ) -> Saved:  # fmt: skip
-        """Store the rows of ``ids``; only those not yet held are read and sent.
+        """Store rows and states of ``ids``; only what is not yet held is read and sent.
+
+        ``records`` cover every layer of the model, or are none where only anchors or ``logits``
+        (float32, shape (vocabulary,), those after the last id) are added to what is held.
 
         **Durability:** returns once the rows are in the warm tier (``ack="memory"``: survives
         this process) or once they and all rows before them are committed to disk
         (``ack="disk"``: survives the daemon and the machine's reboot).
 
         Raises RecordError (layer and plane named) or UnsupportedError before anything is sent."""
-        prepared = self._prepare(identity, ids, records, ack, anchors, attachments, lineage, fields)
-        return self._save(*prepared)
+        prepared = self._prepare(identity, ids, records, ack, anchors, attachments, lineage, fields, logits)
+        return self._save(prepared)
 
     def save_async(
-        self, identity: Identity, ids: TokensLike, records: Sequence[LayerRows], *, ack: Ack = "memory",
+        self, identity: Identity, ids: TokensLike, records: Records, *, ack: Ack = "memory",
         anchors: Iterable[Anchor] = (), attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN,
-        fields: Sequence[bytes] = (),
+        fields: Sequence[bytes] = (), logits: Array | None = None,
     ) -> Future[Saved]:  # fmt: skip
         """`save` on a background thread. Never waits: when too many saves are queued this one is
         given up and says so. The arrays of ``records`` must not change until it is done."""
-        prepared = self._prepare(identity, ids, records, ack, anchors, attachments, lineage, fields)
+        prepared = self._prepare(identity, ids, records, ack, anchors, attachments, lineage, fields, logits)
         with self._lock:
             self._require_open()
             if self._queue is None:
                 self._queue = SaveQueue(SAVE_QUEUE)
             queue = self._queue
-        return queue.submit(lambda: self._save(*prepared))
+        return queue.submit(lambda: self._save(prepared))
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every queued save_async is done; False when the time ran out first."""
         queue = self._queue
         return queue is None or queue.join(timeout_s)
 
-    def _save(self, query: _Query, by_layer: dict[int, LayerRows], ack: int, anchors: bytes, fields: bytes) -> Saved:
+    def _save(self, save: Save) -> Saved:
         try:
-            key = self._namespace(query.identity)
-            for round_ in range(SAVE_ROUNDS):
-                try:
-                    return self._save_once(query, key, by_layer, ack, anchors, fields)
-                except OfferAgain:
-                    if round_ == SAVE_ROUNDS - 1:
-                        raise
-            raise AssertionError("unreachable")
+            return save.run(self._session, self._namespace(save.query.identity))
         except WarmKVError as exc:
             return Saved(False, reason=self._failed(exc))
 
-    def _save_once(
-        self, query: _Query, key: NamespaceKey, by_layer: dict[int, LayerRows], ack: int, anchors: bytes, fields: bytes
-    ) -> Saved:
-        offer = self._session.offer(self._offer(query, key, fields, source.row_bytes_of(query.identity)))
-        if offer.held >= len(query.tokens):
-            note = m.Annotate(key, query.lineage, query.tokens, query.packed, ack, anchors, offer.reservation)
-            done = self._session.annotate(note)
-            return Saved(True, done.id, done.held, offer.held, 0, True, done.durable)
-        try:
-            container = source.write_segment(
-                query.identity, key, query.lineage, offer.parent, offer.held, query.tokens, query.attachments, by_layer
-            )
-        except BaseException:
-            self._give_back(query, key, offer.reservation)
-            raise
-        try:
-            done = self._session.commit(m.Commit(key, offer.epoch, offer.reservation, ack, anchors), container.fd)
-        finally:
-            container.close()
-        return Saved(True, done.id, done.held, offer.held, container.total_bytes, done.duplicate, done.durable)
-
-    def _give_back(self, query: _Query, key: NamespaceKey, reservation: int) -> None:
-        """End a reservation that will not be used: an annotation ends it, and fails, since
-        nothing is held."""
-        try:
-            self._session.annotate(m.Annotate(key, query.lineage, query.tokens, query.packed, reservation=reservation))
-        except WarmKVError:
-            pass
-
     def _prepare(
-        self, identity: Identity, ids: TokensLike, records: Sequence[LayerRows], ack: Ack, anchors: Iterable[Anchor],
-        attachments: Iterable[Attachment], lineage: Lineage, fields: Sequence[bytes],
-    ) -> tuple[_Query, dict[int, LayerRows], int, bytes, bytes]:  # fmt: skip
+        self, identity: Identity, ids: TokensLike, records: Records, ack: Ack, anchors: Iterable[Anchor],
+        attachments: Iterable[Attachment], lineage: Lineage, fields: Sequence[bytes], logits: Array | None,
+    ) -> Save:  # fmt: skip
         query = self._query(identity, ids, attachments, lineage)
         source.require_served(identity)
         named = tuple(anchors)
@@ -254,8 +220,8 @@ class Verbs(ABC):
                 raise RecordError(f"anchor at {anchor.position} lies inside an attachment")
         if ack not in _ACKS:
             raise RecordError(f"ack is {ack!r}, expected 'memory' or 'disk'")
-        by_layer = source.check_rows(identity, records, len(query.tokens))
-        return query, by_layer, _ACKS[ack], pack_anchors(named), _pack_fields(fields)
+        checked = source.check_records(identity, records, len(query.tokens), query.attachments, logits)
+        return Save(query, checked, _ACKS[ack], pack_anchors(named), _pack_fields(fields))
 
     # -- keeping and dropping ------------------------------------------------------------
 
@@ -339,7 +305,7 @@ class Verbs(ABC):
 
     # -- shared pieces -------------------------------------------------------------------
 
-    def _query(self, identity: Identity, ids: TokensLike, attachments: Iterable[Attachment], lineage: Lineage) -> _Query:
+    def _query(self, identity: Identity, ids: TokensLike, attachments: Iterable[Attachment], lineage: Lineage) -> Query:
         self._require_open()
         try:
             tokens = as_tokens(ids)
@@ -347,12 +313,7 @@ class Verbs(ABC):
             raise RecordError(f"token ids are not one row of integers: {exc}") from exc
         if not isinstance(lineage, bytes) or len(lineage) != 16:
             raise RecordError(f"lineage is {lineage!r}, expected 16 bytes")
-        return _Query(identity, tokens, check_attachments(attachments, len(tokens)), lineage)
-
-    def _offer(self, query: _Query, key: NamespaceKey, fields: bytes, row_bytes: int) -> m.Offer:
-        planes = sum(len(layer.planes) for layer in query.identity.layers)
-        fixed = HEAD_BYTES + 8 * len(query.tokens) + 128 * planes if row_bytes else 0
-        return m.Offer(key, query.lineage, query.tokens, query.packed, fields, row_bytes, fixed)
+        return Query(identity, tokens, check_attachments(attachments, len(tokens)), lineage)
 
     def _namespace(self, identity: Identity) -> NamespaceKey:
         data = identity.canonical()
@@ -365,7 +326,7 @@ class Verbs(ABC):
                     self._namespaces.popitem(last=False)
         return key
 
-    def _miss(self, query: _Query, exc: WarmKVError) -> Match:
+    def _miss(self, query: Query, exc: WarmKVError) -> Match:
         reason = self._failed(exc)
         return replace(Match(query.identity), reason=reason, attachments=query.attachments, lineage=query.lineage)
 
@@ -378,6 +339,12 @@ def _at(at: At) -> int:
     if at not in _ATS:
         raise RecordError(f"at is {at!r}, expected 'longest' or 'anchor'")
     return _ATS[at]
+
+
+def _speed(prefill_tps: float) -> float:
+    if not 0 <= prefill_tps < 1e12:
+        raise RecordError(f"a prefill speed of {prefill_tps} tokens a second is none; expected at least 0 (unknown)")
+    return float(prefill_tps)
 
 
 def _pack_fields(fields: Sequence[bytes]) -> bytes:

@@ -80,8 +80,33 @@ class PlaneRole(IntEnum):
     FIELD = 12
 
 
+#: Roles of planes that layers have at one position. In layers that keep rows as well (HYBRID)
+#: the role tells the two apart.
+STATE_ROLES = frozenset(
+    {
+        PlaneRole.CONV,
+        PlaneRole.RECURRENT,
+        PlaneRole.RING,
+        PlaneRole.NYSTROM,
+        PlaneRole.BLOB,
+        PlaneRole.IMPORTANCE,
+        PlaneRole.LOGITS,
+    }
+)
+#: Kinds all of whose planes are state, whatever their role.
+_STATE_KINDS = frozenset(
+    {LayerKind.RING, LayerKind.CONV, LayerKind.RECURRENT, LayerKind.NYSTROM, LayerKind.OPAQUE, LayerKind.ENCODER}
+)
+
 #: Bytes of one element, for formats whose elements stand alone.
-ELEMENT_BYTES = {PlaneFormat.F32: 4, PlaneFormat.F16: 2, PlaneFormat.BF16: 2, PlaneFormat.RAW: 1}
+ELEMENT_BYTES = {
+    PlaneFormat.F32: 4, PlaneFormat.F16: 2, PlaneFormat.BF16: 2, PlaneFormat.RAW: 1, PlaneFormat.FP8_E4M3FN: 1,
+    PlaneFormat.FP8_E4M3FNUZ: 1, PlaneFormat.FP8_E5M2: 1, PlaneFormat.FP8_E5M2FNUZ: 1,
+}  # fmt: skip
+#: Elements and bytes of one block, for formats that pack blocks along a head.
+BLOCK_BYTES = {PlaneFormat.Q8_0: (32, 34), PlaneFormat.Q5_1: (32, 24), PlaneFormat.Q4_0: (32, 18)}
+#: Formats whose rows depend on a field that is frozen once per sequence.
+FIELD_FORMATS = frozenset({PlaneFormat.Q8_2F})
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +142,27 @@ class LayerSpec:
     chunk: int = 0
     sinks: int = 0
     shared_with: int = -1
+
+    @property
+    def row_planes(self) -> tuple[PlaneSpec, ...]:
+        """Planes of which every token adds a row; none where another layer's rows are used."""
+        if self.kind in _STATE_KINDS or self.shared_with >= 0:
+            return ()
+        return tuple(plane for plane in self.planes if plane.role not in STATE_ROLES and plane.role != PlaneRole.FIELD)
+
+    @property
+    def field_planes(self) -> tuple[PlaneSpec, ...]:
+        """Planes that hold the frozen quantisation field of the rows beside them."""
+        if self.kind in _STATE_KINDS or self.shared_with >= 0:
+            return ()
+        return tuple(plane for plane in self.planes if plane.role == PlaneRole.FIELD)
+
+    @property
+    def state_planes(self) -> tuple[PlaneSpec, ...]:
+        """Planes that exist at one position, not per token."""
+        if self.kind in _STATE_KINDS:
+            return self.planes
+        return tuple(plane for plane in self.planes if plane.role in STATE_ROLES and self.shared_with < 0)
 
     def canonical(self) -> canonical.Value:
         planes = tuple(plane.canonical() for plane in self.planes)
@@ -295,6 +341,12 @@ class Identity:
         if identity.canonical() != data:
             raise FormatError("identity bytes are not in canonical form")
         return identity
+
+
+def differing_fields(ours: Identity, theirs: Identity) -> tuple[str, ...]:
+    """Names of the fields in which two identities differ, in order."""
+    theirs_fields = theirs.fields()
+    return tuple(name for name, value in ours.fields().items() if value != theirs_fields[name])
 
 
 def first_difference(ours: Identity, theirs: Identity) -> str | None:

@@ -14,7 +14,9 @@ from warmkv.schema.errors import FormatError
 from warmkv.schema.identity import Identity
 from warmkv.schema.records import Anchor, RecordId, pack_anchors, unpack_anchors
 
-STORE_MAJOR, STORE_MINOR = 1, 0
+#: 2: states beside segments, segments that hold rows of some layers only. A store of format 1
+#: is one without either; opening it makes it a store of format 2, which older programs refuse.
+STORE_MAJOR, STORE_MINOR = 2, 0
 TABLES = (b"meta", b"namespaces", b"segments", b"states", b"chunks", b"usage", b"anchors", b"quarantine")
 _USAGE = struct.Struct("<QQQQ")
 _CHUNK = struct.Struct(">16sI")

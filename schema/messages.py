@@ -25,7 +25,10 @@ from warmkv.schema.records import MAX_TOKENS, NamespaceKey, RecordId, Tokens
 MAX_BODY_BYTES = 4 * MAX_TOKENS + (4 << 20)
 MAX_FDS = 250
 #: Packed rows of Acquired.spans: which rows [start, end) each passed descriptor contributes.
+#: The span of a state is empty, at its position.
 SPAN_DTYPE = np.dtype([("id", "u1", (16,)), ("start", "<u8"), ("end", "<u8"), ("container_bytes", "<u8")])
+#: Packed rows of Matched.groups: a layer of the group, and what of the query it could resume from.
+GROUP_DTYPE = np.dtype([("layer", "<u8"), ("usable", "<u8")])
 
 AT_LONGEST, AT_ANCHOR = 0, 1
 ACK_MEMORY, ACK_DISK = 0, 1
@@ -68,17 +71,27 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How much of these tokens is known, and from where one could resume."""
+    """How much of these tokens is known, and from where one could resume.
+
+    ``detail`` asks for it per group of layers; ``logits`` says that parked logits are of use, so
+    that the whole query may be usable; with ``prefill_tps`` > 0 (tokens a second this client
+    computes) what would take longer to load than to compute is not offered."""
 
     namespace: NamespaceKey
     lineage: bytes
     tokens: Tokens
     attachments: bytes = b""
     at: int = AT_LONGEST
+    detail: bool = False
+    logits: bool = False
+    prefill_tps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Matched:
+    """``groups`` are packed GROUP_DTYPE rows, ``identity_difference`` the names, separated by
+    commas, of the fields in which the nearest readable model differs where none is the same."""
+
     matched: int = 0
     usable: int = 0
     tier: int = TIER_NONE
@@ -91,12 +104,18 @@ class Matched:
     diff_stored: int = 0
     reason: str = ""
     epoch: int = 0
+    groups: bytes = b""
+    identity_difference: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Acquire:
     """Match, lease and promote in one round; the reply carries descriptors. ``limit`` > 0 asks
-    for at most that many tokens."""
+    for at most that many tokens.
+
+    With ``wait_ms`` > 0 a peer that computes a prefix of these tokens right now is waited for;
+    where there is none, and tokens are missing, the reply's ``flight`` names this client as the
+    one who computes them, until it is released like a lease."""
 
     namespace: NamespaceKey
     lineage: bytes
@@ -104,6 +123,9 @@ class Acquire:
     attachments: bytes = b""
     at: int = AT_LONGEST
     limit: int = 0
+    logits: bool = False
+    prefill_tps: float = 0.0
+    wait_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +133,8 @@ class Acquired(Matched):
     lease: int = 0
     promoted_bytes: int = 0
     spans: bytes = b""
+    flight: int = 0
+    waited_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +158,8 @@ class Release:
 @dataclass(frozen=True, slots=True)
 class Offer:
     """What of these tokens is held? ``row_bytes`` per missing token plus ``fixed_bytes`` are
-    reserved for the upload."""
+    reserved for the upload. ``window_from`` is the first row of the earliest window at hand, 0
+    where layers have none; ``fields`` the digests of the quantisation fields of the rows."""
 
     namespace: NamespaceKey
     lineage: bytes
@@ -143,31 +168,43 @@ class Offer:
     fields: bytes = b""
     row_bytes: int = 0
     fixed_bytes: int = 0
+    window_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
+    """All that every token needs is held up to ``held``, the last of it by the segment
+    ``parent``. ``runs`` are packed little-endian uint64, one per group of layers with rows: where
+    the unbroken run of rows that ends at ``held`` begins. ``window_parent`` is the segment on which
+    rows from ``window_from`` would hang; ``provides`` what states at the end of the tokens hold."""
+
     held: int
     parent: RecordId
     reservation: int
     reserved_bytes: int
     epoch: int
+    runs: bytes = b""
+    window_parent: bytes = b""
+    provides: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Take the sealed container passed with this message. Answered when ``ack`` is reached."""
+    """Take the sealed container passed with this message. Answered when ``ack`` is reached.
+    ``more`` keeps what is left of the reservation for another container."""
 
     namespace: NamespaceKey
     epoch: int
     reservation: int
     ack: int = ACK_MEMORY
     anchors: bytes = b""
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Annotate:
-    """A save with nothing to send: name anchors, and wait until what is held reaches ``ack``."""
+    """Name anchors, and wait until what is held of these tokens, states at their end included,
+    reaches ``ack``. Ends a save that had nothing, or several containers, to send."""
 
     namespace: NamespaceKey
     lineage: bytes
@@ -256,7 +293,7 @@ Message = Union[
 CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(Message)}
 
 #: Byte fields of a fixed length.
-_SIZES = {"namespace": (0, 16), "lineage": (16,), "parent": (16,), "id": (16,)}
+_SIZES = {"namespace": (0, 16), "lineage": (16,), "parent": (16,), "id": (16,), "window_parent": (0, 16)}
 #: Elements of the array fields.
 _ELEMENTS = {"tokens": "<u4", "leases": "<u8"}
 #: Text for people: a file name in it that is not UTF-8 must not cost the peer its answer.
@@ -290,7 +327,7 @@ def _spelling(cls: type[Any]) -> _Spelling:
     rows = []
     for item in fields(cls):
         hint = hints[item.name]
-        kind = "scalar" if hint in (int, bool) else "text" if hint is str else "array"
+        kind = "scalar" if hint in (int, bool, float) else "text" if hint is str else "array"
         if hint is bytes or getattr(hint, "__supertype__", None) is bytes:
             kind = "bytes"
         camel = "".join(part.capitalize() for part in item.name.split("_"))

@@ -10,7 +10,9 @@ from __future__ import annotations
 from warmkv.schema import messages as m
 from warmkv.schema.errors import LocalProtocolError, RemoteProtocolError, VersionMismatch
 
-VERSION_MIN, VERSION_MAX = 1, 1
+#: 2: states, windows, parked logits, waiting for a twin. Version 1 knew rows of full attention
+#: only and is refused: it would take a state for a segment.
+VERSION_MIN, VERSION_MAX = 2, 2
 #: Request id of a Fault about the connection itself (refused, unreadable frame): it answers
 #: whatever is awaited, and the connection ends with it. Requests count from 1.
 CONNECTION = 0

@@ -6,6 +6,7 @@ sizes are bytes. Nothing here reads or writes anything.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from warmkv.schema.errors import FormatError, RecordError
-from warmkv.schema.identity import ELEMENT_BYTES, PlaneFormat, PlaneRole
+from warmkv.schema.identity import BLOCK_BYTES, ELEMENT_BYTES, PlaneFormat, PlaneRole
 
 NamespaceKey = NewType("NamespaceKey", bytes)
 RecordId = NewType("RecordId", bytes)
@@ -232,18 +233,29 @@ def unpack_planes(data: bytes) -> tuple[Plane, ...]:
         if not 1 <= dims <= 4 or 0 in shape or any(sizes[dims:]):
             raise FormatError(f"plane {index}: shape {sizes} with {dims} dimensions")
         plane = Plane(layer, _ROLES[role], _FORMATS[format_], shape, first_row, count, bytes_, offset, bytes(field))
-        if bytes_ < 1 or (plane.format in ELEMENT_BYTES and bytes_ != row_bytes(plane.format, shape)):
+        if bytes_ < 1 or (has_row_bytes(plane.format) and bytes_ != row_bytes(plane.format, shape, plane.role)):
             raise FormatError(f"plane {index}: {bytes_} bytes a row do not fit {plane.format.name} {shape}")
         planes.append(plane)
     return tuple(planes)
 
 
-def row_bytes(format_: PlaneFormat, row_shape: Sequence[int]) -> int:
-    """Bytes of one row of a format whose elements stand alone."""
-    size = ELEMENT_BYTES[format_]
-    for extent in row_shape:
-        size *= int(extent)
-    return size
+def row_bytes(format_: PlaneFormat, row_shape: Sequence[int], role: PlaneRole = PlaneRole.KEY) -> int:
+    """Bytes of one row. Raises RecordError for a format whose rows have no size of their own."""
+    heads, size = math.prod(row_shape[:-1]), int(row_shape[-1])
+    if format_ in ELEMENT_BYTES:
+        return heads * size * ELEMENT_BYTES[format_]
+    if format_ in BLOCK_BYTES:
+        elements, bytes_ = BLOCK_BYTES[format_]
+        return heads * -(-size // elements) * bytes_
+    if format_ == PlaneFormat.Q8_2F:
+        scales = -(-size // 32) if role == PlaneRole.KEY else 1
+        return heads * (size + 4 * scales)
+    raise RecordError(f"rows of format {format_.name} have no size of their own")
+
+
+def has_row_bytes(format_: PlaneFormat) -> bool:
+    """Whether `row_bytes` knows the format."""
+    return format_ in ELEMENT_BYTES or format_ in BLOCK_BYTES or format_ == PlaneFormat.Q8_2F
 
 
 def coverage(planes: Sequence[Plane]) -> bytes:

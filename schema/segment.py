@@ -218,8 +218,10 @@ def _check_header(header: Header, payload_bytes: int) -> None:
     else:
         if not 0 <= header.position <= MAX_TOKENS:
             raise FormatError(f"state position {header.position} is out of range")
-        first, last = 0, header.position
-    _check_attachments(header.attachments, first, last)
+        # What a state holds is not counted in tokens: a ring has its own rows, an encoder's
+        # output those of its input.
+        first, last = 0, MAX_TOKENS
+    _check_attachments(header.attachments, first, last if isinstance(header, SegmentHeader) else header.position)
     _check_planes(header.planes, payload_bytes, first, last)
     expected = ID_BYTES * chunk_count(payload_bytes)
     if len(header.digests) != expected:

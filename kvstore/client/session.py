@@ -78,9 +78,8 @@ class RemoteSession:
         if not isinstance(reply, m.Acquired):
             close_all(fds)
             raise TypeError(f"{type(reply).__name__} in answer to Acquire")
-        if not reply.lease:
-            return Grant(reply, fds, _nothing)
-        return Grant(reply, fds, partial(self._pool.end_lease, connection, reply.lease))
+        ends = [partial(self._pool.end_lease, connection, lease) if lease else _nothing for lease in (reply.lease, reply.flight)]
+        return Grant(reply, fds, *ends)
 
     def prefetch(self, request: m.Prefetch) -> m.Matched:
         return self._ask(request, m.Matched)[0]
@@ -143,7 +142,8 @@ class RemoteSession:
         if self._closed:
             raise ClosedError("session is closed")
         self._backoff.check()
-        deadline = Deadline(self._timeout_s * (PATIENCE if _patient(request) else 1))
+        wait_s = request.wait_ms / 1000 if isinstance(request, m.Acquire) else 0.0
+        deadline = Deadline(self._timeout_s * (PATIENCE if _patient(request) else 1) + wait_s)
         connection = self._pool.take(_reservation(request))
         if connection is not None:
             try:
@@ -169,9 +169,9 @@ class RemoteSession:
                 if not self._announce(connection, request, deadline, again=True):
                     raise
                 reply, received = connection.request(request, fds, deadline)
-            if isinstance(reply, m.Acquired) and reply.lease:
-                connection.leases.add(reply.lease)
-            if isinstance(request, m.Offer | m.Commit | m.Annotate):
+            if isinstance(reply, m.Acquired):
+                connection.leases.update(lease for lease in (reply.lease, reply.flight) if lease)
+            if isinstance(request, m.Offer | m.Annotate) or (isinstance(request, m.Commit) and not request.more):
                 connection.reserve(reply.reservation if isinstance(reply, m.Offered) else 0)
         except DaemonTimeout as exc:
             self._backoff.failed(exc)

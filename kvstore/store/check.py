@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from warmkv.kvstore.needs import Provides
 from warmkv.kvstore.store.cold import stored_bytes
 from warmkv.kvstore.store.index import Cold, Index, Record
 
@@ -46,7 +47,7 @@ def check_index(index: Index) -> list[str]:
             problems.append(f"{name} is in neither tier")
         if record.gone or record not in record.namespace.records:
             problems.append(f"{name} is listed but gone")
-        if (record.parent is None) != (record.start == 0):
+        if (record.parent is None) != (record.start == 0 and not record.is_state):
             problems.append(f"{name} begins at {record.start} with parent {record.parent}")
         if record.parent is not None:
             if record not in record.parent.children or not record.parent.start < record.start <= record.parent.end:
@@ -65,10 +66,19 @@ def check_index(index: Index) -> list[str]:
             problems.append(f"node [{node.start}, {node.end}) has {len(node.edge)} bytes of edge")
         if not node.records and not node.children:
             problems.append(f"node [{node.start}, {node.end}) is empty")
+        below = sum(child.trimmable for child in node.children.values())
+        if node.trimmable != below + sum(trimmable for _, trimmable, _ in node.states):
+            problems.append(f"node [{node.start}, {node.end}) miscounts the states that can be cut back")
+        if [at for at, _, _ in node.states] != sorted(at for at, _, _ in node.states):
+            problems.append(f"node [{node.start}, {node.end}) has states out of order")
+        if any(not node.start < at <= node.end or record.id not in index.records for at, _, record in node.states):
+            problems.append(f"node [{node.start}, {node.end}) has states that do not belong there")
     return problems
 
 
 def _check_nodes(name: str, record: Record) -> list[str]:
+    if record.is_state:
+        return _check_state(name, record)
     node, reached = record.node, record.end
     if node is None or node.end != record.end:
         return [f"{name} does not end at its node"]
@@ -77,3 +87,13 @@ def _check_nodes(name: str, record: Record) -> list[str]:
             return [f"{name} is not on node [{node.start}, {node.end})"]
         reached, node = node.start, node.parent
     return [] if reached == record.start else [f"{name} begins inside a node"]
+
+
+def _check_state(name: str, record: Record) -> list[str]:
+    node = record.parent.node if record.parent is not None else None
+    while node is not None and node.start >= record.end:
+        node = node.parent
+    trimmable = bool(record.provides & Provides.TRIMMABLE)
+    if node is None or (record.end, trimmable, record) not in node.states:
+        return [f"state {name} is not at position {record.end}"]
+    return [f"state {name} has children"] if record.children else []

@@ -40,6 +40,7 @@ from warmkv.schema.errors import (
 from warmkv.schema.ids import fingerprint, namespace_key
 from warmkv.schema.lmdb_records import NamespaceRecord, Usage
 from warmkv.schema.records import Anchor, NamespaceKey, RecordId
+from warmkv.schema.segment import StateHeader
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ TRANSACTION_BYTES = 64 << 20
 #: of tree pages and its list of freed ones.
 DELETE_RECORDS = 32
 _CHUNK = container.CHUNK_BYTES
+#: Tables of heads, by id; no id is in both.
+_HEADS = (b"segments", b"states")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class WriteItem:
     """One record on its way to disk; ``fd`` is its sealed container, borrowed."""
 
     id: RecordId
+    is_state: bool
     namespace: NamespaceKey
     namespace_record: NamespaceRecord
     fd: int
@@ -200,7 +204,7 @@ class ColdTier:
     def _put_metadata(self, txn: lmdb.Transaction, item: WriteItem, head: bytes) -> None:
         if item.namespace not in self._namespaces:
             txn.put(item.namespace, lmdb_records.encode_namespace(item.namespace_record), db=self._env.db[b"namespaces"])
-        txn.put(item.id, head, db=self._env.db[b"segments"])
+        txn.put(item.id, head, db=self._env.db[b"states" if item.is_state else b"segments"])
         txn.put(item.id, lmdb_records.encode_usage(item.usage), db=self._env.db[b"usage"])
         txn.delete(item.id, db=self._env.db[b"quarantine"])
         for anchor in item.anchors:
@@ -279,7 +283,7 @@ class ColdTier:
     def _remove_metadata(self, ids: Sequence[RecordId]) -> None:
         with self._env.begin(write=True) as txn:
             for id_ in ids:
-                for table in (b"segments", b"usage"):
+                for table in (*_HEADS, b"usage"):
                     txn.delete(id_, db=self._env.db[table])
                 for key in _keys_under(txn, self._env.db[b"anchors"], id_):
                     txn.delete(key, db=self._env.db[b"anchors"])
@@ -332,7 +336,7 @@ class ColdTier:
         return fd
 
     def _head(self, txn: lmdb.Transaction, id_: RecordId) -> tuple[memoryview, container.Head]:
-        raw = txn.get(id_, db=self._env.db[b"segments"])
+        raw = next((found for table in _HEADS if (found := txn.get(id_, db=self._env.db[table])) is not None), None)
         if raw is None:
             raise FormatError(f"segment {id_.hex()} is not in the cold tier")
         head = container.decode_head(raw)
@@ -408,19 +412,21 @@ class ColdTier:
         with self._env.call(), self._env.begin() as txn:
             counts = self._chunk_counts(txn)
             bad = set(counts)
-            for key, value in txn.cursor(self._env.db[b"segments"]):
-                id_ = RecordId(key)
-                bad.add(id_)
-                try:
-                    head = container.decode_head(value)
-                except FormatError as exc:
-                    log.warning("segment %s on disk is not readable: %s", id_.hex(), exc)
-                    continue
-                if head.header.id != id_ or counts.get(id_, 0) != container.chunk_count(head.payload_bytes):
-                    log.warning("segment %s on disk is not whole", id_.hex())
-                    continue
-                good.append(ColdRecord(head, self._usage(txn, id_), self._anchors(txn, id_)))
-                bad.discard(id_)
+            for table in _HEADS:
+                for key, value in txn.cursor(self._env.db[table]):
+                    id_ = RecordId(key)
+                    bad.add(id_)
+                    try:
+                        head = container.decode_head(value)
+                    except FormatError as exc:
+                        log.warning("record %s on disk is not readable: %s", id_.hex(), exc)
+                        continue
+                    whole = counts.get(id_, 0) == container.chunk_count(head.payload_bytes)
+                    if not whole or head.header.id != id_ or isinstance(head.header, StateHeader) != (table == b"states"):
+                        log.warning("record %s on disk is not whole", id_.hex())
+                        continue
+                    good.append(ColdRecord(head, self._usage(txn, id_), self._anchors(txn, id_)))
+                    bad.discard(id_)
         return good, sorted(bad)
 
     def _usage(self, txn: lmdb.Transaction, id_: RecordId) -> Usage:

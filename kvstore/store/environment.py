@@ -114,6 +114,9 @@ class Environment:
             raise StoreTooNew(
                 f"store {self.path} has format {major}.{minor}, this program reads up to {lmdb_records.STORE_MAJOR}"
             )
+        if major < lmdb_records.STORE_MAJOR:
+            with self._env.begin(write=True, db=self.db[b"meta"]) as txn:
+                txn.put(b"format", lmdb_records.encode_format())
 
     def begin(self, *, write: bool = False, db: Any = None) -> lmdb.Transaction[bytes]:
         """A transaction whose values are copies."""

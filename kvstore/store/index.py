@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from warmkv.kvstore import resume
-from warmkv.kvstore.resume import Held, Intervals, Need
-from warmkv.kvstore.store.radix import Node, RadixTree, Walk
+from warmkv.kvstore.geometry import Coverage
+from warmkv.kvstore.needs import Provides, needs_of_model
+from warmkv.kvstore.store.path import Path, Span
+from warmkv.kvstore.store.radix import Node, RadixTree
 from warmkv.schema.identity import Identity
 from warmkv.schema.records import Anchor, AnchorKind, Attachment, Lineage, NamespaceKey, RecordId
 
@@ -28,26 +29,38 @@ class Cold(Enum):
     STORED = 3
 
 
-class Record:
-    """Rows [start, end) of one namespace and lineage, in either tier or both.
+NOTHING_COVERED = Coverage(())
 
-    ``fd`` is the sealed memfd of the warm tier or -1; ``leases`` maps lease id to its deadline."""
+
+class Record:
+    """A segment, rows of tokens [start, end), or a state at ``start`` == ``end``; of one namespace
+    and lineage, in either tier or both.
+
+    ``extents`` are the rows a segment holds, one range a group of layers; ``fields`` those they
+    were quantised with; ``provides`` what a state is good for. ``packed`` marks a segment made of
+    others, which are on disk instead of it. ``fd`` is the sealed memfd of the warm tier or -1;
+    ``leases`` maps lease id to its deadline."""
 
     __slots__ = (
-        "id", "namespace", "lineage", "start", "end", "parent", "children", "node", "total_bytes", "payload_bytes",
-        "created_ns", "writer", "fd", "cold", "cold_error", "cold_children", "warm_children", "last_used", "hits",
-        "pinned_until_ns", "leases", "promotion", "anchors", "gone",
+        "id", "namespace", "lineage", "start", "end", "extents", "fields", "provides", "packed", "parent", "children", "node",
+        "total_bytes", "payload_bytes", "created_ns", "writer", "fd", "cold", "cold_error", "cold_children", "warm_children",
+        "last_used", "hits", "pinned_until_ns", "leases", "promotion", "anchors", "gone",
     )  # fmt: skip
 
     def __init__(
         self, id_: RecordId, namespace: Namespace, lineage: Lineage, start: int, end: int, total_bytes: int, payload_bytes: int,
-        created_ns: int, writer: str,
+        created_ns: int, writer: str, *, coverage: Coverage = NOTHING_COVERED, provides: Provides = Provides.NOTHING,
+        packed: bool = False,
     ) -> None:  # fmt: skip
         self.id = id_
         self.namespace = namespace
         self.lineage = lineage
         self.start = start
         self.end = end
+        self.extents = coverage.extents
+        self.fields = coverage.fields
+        self.provides = provides
+        self.packed = packed
         self.total_bytes = total_bytes
         self.payload_bytes = payload_bytes
         self.created_ns = created_ns
@@ -72,6 +85,10 @@ class Record:
     def warm(self) -> bool:
         return self.fd >= 0
 
+    @property
+    def is_state(self) -> bool:
+        return bool(self.provides)
+
 
 class Namespace:
     """One model's state under one owner. Its trees are apart per lineage."""
@@ -84,34 +101,25 @@ class Namespace:
         self.created_ns = created_ns
         self.trees: dict[Lineage, RadixTree[Record]] = {}
         self.records: set[Record] = set()
-        self.stored_cold = False
-        needs: set[Need] = {need for layer in identity.layers for need in resume.needs_of(layer)}
-        self.needs: tuple[Need, ...] = tuple(needs)
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Rows [start, end) taken from one record."""
-
-    record: Record
-    start: int
-    end: int
+        self.needs = needs_of_model(identity.layers)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Answer of the index to a query: the walk, how far rows are held without a gap, where one
-    can resume, and the spans that make up the rows [0, usable)."""
+    """Answer of the index to a query: how much agrees, how far all that every token needs is
+    held without a gap, where one can resume, and the records to resume from: segments by their
+    start, then states. ``groups`` is usable by group of layers, where it was asked for."""
 
-    walk: Walk[Record] | None = None
+    path: Path | None = None
     held: int = 0
     usable: int = 0
     spans: tuple[Span, ...] = ()
     anchors: tuple[Anchor, ...] = ()
+    groups: tuple[tuple[int, int], ...] = ()
 
     @property
     def matched(self) -> int:
-        return self.walk.matched if self.walk else 0
+        return self.path.walk.matched if self.path else 0
 
 
 @dataclass
@@ -126,71 +134,45 @@ class Index:
     touched: set[Record] = field(default_factory=set)
     counter: int = 0
 
-    def find(
-        self,
-        key: NamespaceKey,
-        lineage: Lineage,
-        tokens: bytes,
-        attachments: Sequence[Attachment],
-        *,
-        anchored: bool = False,
-        limit: int = 0,
-    ) -> Found:
-        """The rule applied to what is stored along ``tokens``; ``limit`` > 0 caps usable."""
+    def path(
+        self, key: NamespaceKey, lineage: Lineage, tokens: bytes, attachments: Sequence[Attachment], fields: bytes | None = None
+    ) -> Path | None:
+        """What is stored along ``tokens``; of rows that depend on a quantisation field, those of
+        ``fields`` only, unless it is None."""
         namespace = self.namespaces.get(key)
         tree = namespace.trees.get(lineage) if namespace else None
         if namespace is None or tree is None:
+            return None
+        return Path(namespace.needs, tree.walk(tokens, attachments), len(tokens) // 4, tuple(attachments), fields)
+
+    def find(
+        self, key: NamespaceKey, lineage: Lineage, tokens: bytes, attachments: Sequence[Attachment], *,
+        anchored: bool = False, limit: int = 0, logits: bool = False, detail: bool = False,
+    ) -> Found:  # fmt: skip
+        """The rule applied to what is stored along ``tokens``; ``limit`` > 0 caps usable, with
+        ``logits`` parked ones count."""
+        path = self.path(key, lineage, tokens, attachments)
+        if path is None:
             return Found()
-        walk = tree.walk(tokens, attachments)
-        length = len(tokens) // 4
-        rows = Intervals((node.start, min(node.end, walk.matched)) for node in walk.nodes if node.records)
-        held = Held(rows=rows)
-        needs = [(need, held) for need in namespace.needs]
-        around = tuple(attachments)
-        usable = resume.usable(needs, walk.matched, length, around)
-        anchors = self._anchors(walk)
-        if limit and limit < usable:
-            usable = resume.usable(needs, limit, length, around)
+        usable = path.usable(limit or path.length, logits=logits)
+        anchors = path.anchors()
         if anchored:
-            deepest = max((item.position for item in anchors if item.position <= usable), default=usable)
-            usable = resume.usable(needs, deepest, length, around)
-        run = min(rows.run_end(0), walk.matched)
-        run = next((item.start for item in around if item.start < run < item.end), run)
-        return Found(walk, run, usable, self._spans(walk, usable), anchors)
-
-    def _spans(self, walk: Walk[Record], usable: int) -> tuple[Span, ...]:
-        """Fewest records that hold rows [0, usable), warm ones first among equals."""
-        spans: list[Span] = []
-        end = usable
-        for node in reversed(walk.nodes):
-            if end <= node.start:
-                continue
-            best = min(node.records, key=lambda record: (record.start, not record.warm))
-            spans.append(Span(best, best.start, end))
-            end = best.start
-        return tuple(reversed(spans))
-
-    def _anchors(self, walk: Walk[Record]) -> tuple[Anchor, ...]:
-        seen: dict[tuple[int, AnchorKind], Anchor] = {}
-        for node in walk.nodes:
-            for record in node.records:
-                for place, anchor in record.anchors.items():
-                    if node.start < place[0] <= min(node.end, walk.matched):
-                        seen[place] = anchor
-        return tuple(seen[place] for place in sorted(seen))
-
-    def covering(self, walk: Walk[Record], position: int) -> Record | None:
-        """A record that holds row ``position - 1`` on the walk, the deepest reaching one."""
-        for node in reversed(walk.nodes):
-            if node.start < position <= node.end and node.records:
-                return max(node.records, key=lambda record: record.end)
-        return None
+            positions = sorted({item.position for item in anchors if item.position < usable}, reverse=True)
+            named = any(item.position == usable for item in anchors)
+            usable = usable if named else next((at for at in positions if path.usable(at) == at), usable)
+        groups = path.usable_by_layer() if detail else ()
+        return Found(path, path.held(), usable, path.select(usable), anchors, groups)
 
     def add(self, record: Record, parent: Record | None, tokens: bytes, attachments: Sequence[Attachment]) -> None:
-        """Enter a record whose whole prefix is ``tokens`` with ``attachments``."""
+        """Enter a segment whose whole prefix is ``tokens`` with ``attachments``, or a state, for
+        which its parent's are enough."""
         namespace = record.namespace
         tree = namespace.trees.setdefault(record.lineage, RadixTree())
-        record.node = tree.insert(tokens, attachments, record.start, record)
+        if record.is_state:
+            assert parent is not None and parent.node is not None
+            tree.add_state(parent.node, record.end, record, trimmable=bool(record.provides & Provides.TRIMMABLE))
+        else:
+            record.node = tree.insert(tokens, attachments, record.start, record)
         record.parent = parent
         if parent is not None:
             parent.children.add(record)
@@ -200,9 +182,14 @@ class Index:
 
     def drop(self, record: Record) -> None:
         """Take a record that is in neither tier out of the index."""
-        assert record.node is not None
         tree = record.namespace.trees[record.lineage]
-        tree.remove(record.node, record.start, record)
+        if record.is_state:
+            assert record.parent is not None and record.parent.node is not None
+            trimmable = bool(record.provides & Provides.TRIMMABLE)
+            tree.remove_state(record.parent.node, record.end, record, trimmable=trimmable)
+        else:
+            assert record.node is not None
+            tree.remove(record.node, record.start, record)
         if not tree.root.children:
             del record.namespace.trees[record.lineage]
         if record.parent is not None:
@@ -223,11 +210,17 @@ class Index:
             pending.extend(current.children)
         return found[::-1]
 
-    def touch(self, records: Sequence[Record], *, hit: bool = False) -> None:
-        """Make a chain (root first) the most recently used. Deepest first in the order, so that
-        a record always comes before what it builds on."""
+    def touch(self, records: Iterable[Record], *, hit: bool = False) -> None:
+        """Make these records and all they build on the most recently used: what others build on
+        after what builds on it, so that a leaf always comes first, then states where the path
+        branches, then those asked for."""
         self.counter += 1
-        for record in reversed(records):
+        asked = list(dict.fromkeys(records))
+        states = [record for record in asked if record.is_state]
+        segments = {link for record in asked for link in self.chain_of(record) if not link.is_state}
+        shared = [state for link in segments for state in link.children if state.is_state and self._branches(state)]
+        ordered = sorted(segments, key=lambda record: (-record.end, -record.start))
+        for record in dict.fromkeys([*ordered, *(item for item in shared if item not in states), *states]):
             record.last_used = self.counter
             record.hits += hit
             self.touched.add(record)
@@ -235,6 +228,14 @@ class Index:
                 self.warm_order.move_to_end(record)
             if record in self.cold_order:
                 self.cold_order.move_to_end(record)
+
+    @staticmethod
+    def _branches(state: Record) -> bool:
+        """Whether prompts part where this state lies."""
+        node = state.parent.node if state.parent else None
+        while node is not None and node.start >= state.end:
+            node = node.parent
+        return node is not None and node.end == state.end and len(node.children) > 1
 
     def chain_of(self, record: Record) -> list[Record]:
         """The record and its parents, root first."""

@@ -9,11 +9,15 @@ from __future__ import annotations
 import fcntl
 import time
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 
 from warmkv.kvstore import memfd
+from warmkv.kvstore.geometry import Coverage, segment_coverage, state_provides
+from warmkv.kvstore.needs import Provides, needs_of_model
 from warmkv.kvstore.rows import require_served
 from warmkv.kvstore.store.index import Cold, Index, Namespace, Record
 from warmkv.kvstore.store.options import StoreOptions
@@ -25,7 +29,6 @@ from warmkv.schema import segment as container
 from warmkv.schema.errors import ColdFull, DescriptorLimit, DigestError, FormatError, OfferAgain, RecordError
 from warmkv.schema.identity import Identity
 from warmkv.schema.records import (
-    NO_FIELD,
     ROOT,
     Anchor,
     Attachment,
@@ -51,6 +54,37 @@ class Owner:
     identity: Identity
 
 
+class _Known(TypedDict):
+    runs: bytes
+    window_parent: bytes
+    provides: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A container that was checked by itself: what it names, and what it would add."""
+
+    head: container.Head
+    fd: int
+    total_bytes: int
+    coverage: Coverage
+    provides: Provides
+
+    @property
+    def header(self) -> container.Header:
+        return self.head.header
+
+    @property
+    def end(self) -> int:
+        header = self.head.header
+        return header.end if isinstance(header, SegmentHeader) else header.position
+
+    @property
+    def start(self) -> int:
+        header = self.head.header
+        return header.start if isinstance(header, SegmentHeader) else header.position
+
+
 class Intake:
     """**Threading:** every method wants the index lock free."""
 
@@ -72,16 +106,18 @@ class Intake:
         attachments = check_attachments(unpack_attachments(request.attachments), len(request.tokens))
         tokens = request.tokens.tobytes()
         with self._index.changed:
-            held, parent = self._held(request, tokens, attachments)
-            wanted = (len(request.tokens) - held) * request.row_bytes + request.fixed_bytes if request.row_bytes else 0
-            wanted = wanted if held < len(request.tokens) else 0
+            held, parent, known = self._held(request, tokens, attachments)
+            missing = len(request.tokens) - held
+            # Where any position will do and all rows are held, nothing is going to be sent.
+            needed = missing or not needs_of_model(owner.identity.layers).anywhere
+            wanted = missing * request.row_bytes + request.fixed_bytes if needed else 0
         reservation = 0
         try:
             if wanted:
                 reservation = self._reserve(wanted, parent)
         finally:
             self._warm.reap()
-        return m.Offered(held, parent.id if parent else ROOT, reservation, wanted, self._epoch)
+        return m.Offered(held, parent.id if parent else ROOT, reservation, wanted, self._epoch, **known)
 
     def _reserve(self, wanted: int, parent: Record | None) -> int:
         with self._index.changed:
@@ -91,14 +127,21 @@ class Intake:
                 raise OfferAgain("what the save builds on went while room was made for it")
             return self._warm.ledger.reserve(wanted, self._warm.clock() + self._options.reservation_ttl_s)
 
-    def _held(self, request: m.Offer, tokens: bytes, attachments: tuple[Attachment, ...]) -> tuple[int, Record | None]:
-        found = self._index.find(request.namespace, Lineage(request.lineage), tokens, attachments)
-        if not found.held or found.walk is None:
-            return 0, None
-        parent = self._index.covering(found.walk, found.held)
+    def _held(self, request: m.Offer, tokens: bytes, attachments: tuple[Attachment, ...]) -> tuple[int, Record | None, _Known]:
+        """How far all rows are held, the segment that holds the last, and the rest of the reply."""
+        path = self._index.path(request.namespace, Lineage(request.lineage), tokens, attachments, request.fields)
+        held = path.held() if path is not None else 0
+        if path is None or not held:
+            return 0, None, _Known(runs=b"", window_parent=ROOT, provides=0)
+        parent = path.covering(held)
         if parent is not None:
-            self._index.touch(self._index.chain_of(parent))
-        return found.held, parent
+            self._index.touch([parent])
+        above = path.covering(request.window_from) if 0 < request.window_from <= held else None
+        known = _Known(
+            runs=np.array(path.runs(held), "<u8").tobytes(), window_parent=above.id if above else ROOT,
+            provides=int(path.provides(len(request.tokens))),
+        )  # fmt: skip
+        return held, parent, known
 
     def give_back(self, reservation: int) -> None:
         """End a reservation; an unknown one is ignored."""
@@ -119,66 +162,66 @@ class Intake:
         reached. Raises FormatError, RemoteProtocolError, UnsupportedError, RecordError, OfferAgain,
         TooLarge, Busy, ClosedError, ColdFull; then nothing changed (after ColdFull and Busy of a
         disk acknowledgement the rows are held in memory)."""
+        done = False
         try:
             require_served(owner.identity)
             if request.epoch != self._epoch:
                 raise OfferAgain("the store was restarted since the offer")
             anchors = self._check_anchors(request.anchors)
             total_bytes = memfd.check_sealed(fd, self._warm.ledger.budget_bytes or 1)
-            head = self._check_container(fd, total_bytes, request, owner)
-            record, duplicate = self._take(request, head, fd, total_bytes, owner, anchors)
+            arrival = self._check_container(fd, total_bytes, request, owner)
+            record, duplicate = self._take(request, arrival, owner, anchors)
+            done = True
         finally:
-            self.give_back(request.reservation)
+            if not (done and request.more):
+                self.give_back(request.reservation)
             self._warm.reap()
         # Anchors that hang on older records are not in the transaction that stores this one.
         older = duplicate or any(anchor.position <= record.start for anchor in anchors)
-        durable = self._acknowledge(record, request.ack, older and bool(anchors))
-        held = head.header.end if isinstance(head.header, SegmentHeader) else 0
-        return m.Committed(record.id, held, 0 if duplicate else total_bytes, duplicate, durable)
+        durable = self._acknowledge([record], request.ack, older and bool(anchors))
+        return m.Committed(record.id, arrival.end, 0 if duplicate else total_bytes, duplicate, durable)
 
-    def _check_container(self, fd: int, total_bytes: int, request: m.Commit, owner: Owner) -> container.Head:
+    def _check_container(self, fd: int, total_bytes: int, request: m.Commit, owner: Owner) -> _Arrival:
         """Everything that can be checked without the index."""
         view = memoryview(memfd.map_private(fd, total_bytes))
         head = container.decode_head(view, total_bytes)
         header = head.header
-        if not isinstance(header, SegmentHeader):
-            raise FormatError("the container holds a state, expected a segment")
         if header.namespace != request.namespace:
             raise FormatError("the container belongs to another namespace than the commit")
         if len(header.writer) > MAX_WRITER_CHARACTERS:
             raise FormatError(f"the writer's name has {len(header.writer)} characters, expected at most {MAX_WRITER_CHARACTERS}")
-        check_geometry(header, owner.identity)
+        covered, provides = Coverage(()), Provides.NOTHING
+        if isinstance(header, SegmentHeader):
+            covered = segment_coverage(header, owner.identity)
+        else:
+            provides = state_provides(header, owner.identity)
         if container.payload_digests(view[head.payload_offset :]) != header.digests:
             raise DigestError("the payload does not match the digests in its head")
-        return head
+        return _Arrival(head, fd, total_bytes, covered, provides)
 
     def _take(
-        self, request: m.Commit, head: container.Head, fd: int, total_bytes: int, owner: Owner, anchors: tuple[Anchor, ...]
-    ) -> tuple[Record, bool]:
-        header = head.header
-        assert isinstance(header, SegmentHeader)
+        self, request: m.Commit, arrival: _Arrival, owner: Owner, anchors: tuple[Anchor, ...]
+    ) -> tuple[Record, bool]:  # fmt: skip
         with self._index.changed:
-            parent, before, inherited = self._parent(header)
-        tokens = before + header.tokens.tobytes()
-        attachments = (*inherited, *header.attachments)
-        self._check_id(header, tokens, attachments)
-        _check_positions(anchors, header.end, attachments)
+            parent, tokens, attachments = self._whole(arrival)
+        self._check_id(arrival, tokens, attachments)
+        _check_positions(anchors, arrival.end, attachments)
         with self._index.changed:
-            known = self._known(header, tokens, attachments)
+            known = self._known(arrival, tokens, attachments)
             if known is None:
                 if parent is not None and parent.gone:
                     raise OfferAgain("what the save builds on was evicted meanwhile")
-                self._warm.ledger.give_back(request.reservation)
-                self._warm.make_room(total_bytes, parent)
+                self._warm.ledger.use(request.reservation, arrival.total_bytes)
+                self._warm.make_room(arrival.total_bytes, parent)
                 # Making room may have waited: somebody else may have saved or dropped the same.
-                known = self._known(header, tokens, attachments)
+                known = self._known(arrival, tokens, attachments)
             if known is not None:
                 self._annotate(known, anchors)
                 self.duplicates += 1
                 return known, True
             if parent is not None and parent.gone:
                 raise OfferAgain("what the save builds on went while room was made for it")
-            record = self._admit(head, fd, total_bytes, owner, parent, tokens, attachments)
+            record = self._admit(arrival, owner, parent, tokens, attachments)
             self._annotate(record, anchors)
             if self._writer is not None:
                 self._writer.enqueue(record)
@@ -186,35 +229,34 @@ class Intake:
             return record, False
 
     def _admit(
-        self, head: container.Head, fd: int, total_bytes: int, owner: Owner, parent: Record | None, tokens: bytes,
-        attachments: tuple[Attachment, ...],
-    ) -> Record:  # fmt: skip
-        header = head.header
-        assert isinstance(header, SegmentHeader)
+        self, arrival: _Arrival, owner: Owner, parent: Record | None, tokens: bytes, attachments: tuple[Attachment, ...]
+    ) -> Record:
+        header = arrival.header
         try:
-            own = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+            own = fcntl.fcntl(arrival.fd, fcntl.F_DUPFD_CLOEXEC, 0)
         except OSError as exc:
-            raise DescriptorLimit("no descriptor left to keep the segment") from exc
+            raise DescriptorLimit("no descriptor left to keep the record") from exc
         namespace = self._index.namespaces.get(header.namespace)
         if namespace is None:
             namespace = Namespace(header.namespace, owner.uid, owner.share, owner.identity, time.time_ns())
         record = Record(
-            header.id, namespace, header.lineage, header.start, header.end, total_bytes, head.payload_bytes,
-            header.created_ns, header.writer,
+            header.id, namespace, header.lineage, arrival.start, arrival.end, arrival.total_bytes, arrival.head.payload_bytes,
+            header.created_ns, header.writer, coverage=arrival.coverage, provides=arrival.provides,
         )  # fmt: skip
         self._index.add(record, parent, tokens, attachments)
         self._warm.admit(record, own)
-        self._index.touch(self._index.chain_of(record))
+        self._index.touch([record])
         self.saves += 1
-        self.received_bytes += total_bytes
+        self.received_bytes += arrival.total_bytes
         return record
 
-    def _parent(self, header: SegmentHeader) -> tuple[Record | None, bytes, tuple[Attachment, ...]]:
-        """The record a segment builds on, with the tokens and attachments before its start."""
-        if header.start == 0:
+    def _whole(self, arrival: _Arrival) -> tuple[Record | None, bytes, tuple[Attachment, ...]]:
+        """The segment a container builds on, and all tokens and attachments up to its end."""
+        header = arrival.header
+        if isinstance(header, SegmentHeader) and header.start == 0:
             if header.parent != ROOT:
                 raise FormatError("a segment that begins at 0 names a parent")
-            return None, b"", ()
+            return None, header.tokens.tobytes(), header.attachments
         parent = self._index.records.get(header.parent)
         # A record of another namespace is answered like none at all: ids can be computed, and
         # whether somebody else holds a prompt is not for this peer to know.
@@ -222,49 +264,69 @@ class Intake:
             raise OfferAgain("what the save builds on is not held")
         if parent.lineage != header.lineage:
             raise FormatError("the parent belongs to another lineage")
-        if not parent.start < header.start <= parent.end:
-            raise FormatError(f"parent [{parent.start}, {parent.end}) does not reach {header.start}")
+        if not parent.start < arrival.start <= parent.end:
+            raise FormatError(f"parent [{parent.start}, {parent.end}) does not reach {arrival.start}")
         tree = parent.namespace.trees[parent.lineage]
-        tokens, attachments = tree.prefix(parent.node, header.start)
-        if any(item.start < header.start < item.end for item in attachments):
-            raise FormatError(f"a segment cannot begin at {header.start}, inside an attachment")
+        tokens, attachments = tree.prefix(parent.node, arrival.start)
+        if any(item.start < arrival.start < item.end for item in attachments):
+            raise FormatError(f"a record cannot begin at {arrival.start}, inside an attachment")
+        if isinstance(header, SegmentHeader):
+            return parent, tokens + header.tokens.tobytes(), (*attachments, *header.attachments)
+        if attachments != header.attachments:
+            raise FormatError(f"a state at {arrival.start} names other attachments than what it builds on")
         return parent, tokens, attachments
 
     @staticmethod
-    def _check_id(header: SegmentHeader, tokens: bytes, attachments: tuple[Attachment, ...]) -> None:
+    def _check_id(arrival: _Arrival, tokens: bytes, attachments: tuple[Attachment, ...]) -> None:
+        header = arrival.header
         whole = np.frombuffer(tokens, "<u4")
-        expected = ids.segment_id(header.namespace, header.lineage, header.start, coverage(header.planes), attachments, whole)
+        covered = coverage(header.planes)
+        if isinstance(header, SegmentHeader):
+            expected = ids.segment_id(header.namespace, header.lineage, header.start, covered, attachments, whole)
+        else:
+            expected = ids.state_id(header.namespace, header.lineage, covered, attachments, whole)
         if expected != header.id:
-            raise FormatError(f"segment id {header.id.hex()} does not name its rows, expected {expected.hex()}")
+            raise FormatError(f"id {header.id.hex()} does not name what the container holds, expected {expected.hex()}")
 
-    def _known(self, header: SegmentHeader, tokens: bytes, attachments: tuple[Attachment, ...]) -> Record | None:
-        """A record that already holds all the rows of ``header``."""
-        found = self._index.find(header.namespace, header.lineage, tokens, attachments)
-        if found.held < header.end or found.walk is None:
+    def _known(self, arrival: _Arrival, tokens: bytes, attachments: tuple[Attachment, ...]) -> Record | None:
+        """A record that already holds all that would arrive."""
+        header = arrival.header
+        same = self._index.records.get(header.id)
+        if same is not None:
+            return same
+        fields = b"".join(arrival.coverage.fields) if arrival.coverage.fields else None
+        path = self._index.path(header.namespace, header.lineage, tokens, attachments, fields)
+        if path is None:
             return None
-        return self._index.covering(found.walk, header.end)
+        if isinstance(header, SegmentHeader):
+            return path.covering(header.end) if path.holds(arrival.coverage.extents) and path.held() >= header.end else None
+        return path.providing(header.position, arrival.provides)
 
     def annotate(self, request: m.Annotate) -> m.Committed:
-        """Anchors for, and an acknowledgement of, rows that are held already. Raises OfferAgain."""
+        """Anchors for, and an acknowledgement of, what is held already. Raises OfferAgain."""
         self.give_back(request.reservation)
         anchors = self._check_anchors(request.anchors)
-        attachments = check_attachments(unpack_attachments(request.attachments), len(request.tokens))
-        _check_positions(anchors, len(request.tokens), attachments)
+        length = len(request.tokens)
+        attachments = check_attachments(unpack_attachments(request.attachments), length)
+        _check_positions(anchors, length, attachments)
         with self._index.changed:
-            found = self._index.find(request.namespace, Lineage(request.lineage), request.tokens.tobytes(), attachments)
-            record = self._index.covering(found.walk, found.held) if found.walk else None
-            if record is None or found.held < len(request.tokens):
+            path = self._index.path(request.namespace, Lineage(request.lineage), request.tokens.tobytes(), attachments)
+            held = path.held() if path is not None else 0
+            record = path.covering(held) if path is not None else None
+            if path is None or record is None or held < length:
                 raise OfferAgain("what was held was evicted meanwhile")
             self._annotate(record, anchors)
             self.duplicates += 1
-        durable = self._acknowledge(record, request.ack, bool(anchors))
-        return m.Committed(record.id, found.held, 0, True, durable)
+            beside = [item for item in path.along() if item.is_state and item.end == length]
+            wanted = [record, *path.windows(length), *beside]
+        durable = self._acknowledge(list(dict.fromkeys(wanted)), request.ack, bool(anchors))
+        return m.Committed(record.id, held, 0, True, durable)
 
     def _annotate(self, record: Record, anchors: tuple[Anchor, ...]) -> None:
-        """Hang each anchor on the record of the chain that holds its position; lock held.
+        """Hang each anchor on the segment of the chain that holds its position; lock held.
 
         The deepest one: what it builds on may go on past its start, with other tokens."""
-        chain = self._index.chain_of(record)
+        chain = [link for link in self._index.chain_of(record) if not link.is_state]
         starts = [link.start for link in chain]
         for anchor in anchors:
             link = chain[bisect_left(starts, anchor.position) - 1]
@@ -278,15 +340,17 @@ class Intake:
             raise RecordError(f"{len(anchors)} anchors in one save, at most {MAX_ANCHORS} are allowed")
         return anchors
 
-    def _acknowledge(self, record: Record, ack: int, anchors: bool = False) -> bool:
+    def _acknowledge(self, records: Sequence[Record], ack: int, anchors: bool = False) -> bool:
         if ack != m.ACK_DISK:
-            return record.cold == Cold.STORED
+            return all(record.cold == Cold.STORED for record in records)
         if self._writer is None:
             raise ColdFull("the cold tier is off, nothing can be acknowledged as on disk; the rows are held in memory")
         with self._index.changed:
-            if record.cold == Cold.ABSENT and not record.gone:
-                self._writer.enqueue(record)
-            self._writer.wait_durable(record, self._options.durable_timeout_s)
+            for record in records:
+                if record.cold == Cold.ABSENT and not record.gone:
+                    self._writer.enqueue(record)
+            for record in records:
+                self._writer.wait_durable(record, self._options.durable_timeout_s)
             if anchors:
                 self._writer.carry_usage(self._options.durable_timeout_s)
         return True
@@ -298,21 +362,3 @@ def _check_positions(anchors: tuple[Anchor, ...], length: int, attachments: tupl
             raise RecordError(f"anchor at {anchor.position} lies outside the {length} tokens")
         if any(item.start < anchor.position < item.end for item in attachments):
             raise RecordError(f"anchor at {anchor.position} lies inside an attachment")
-
-
-def check_geometry(header: SegmentHeader, identity: Identity) -> None:
-    """FormatError unless the planes are exactly those of the identity, with all rows."""
-    planes = {(plane.layer, plane.role): plane for plane in header.planes}
-    expected = 0
-    for index, layer in enumerate(identity.layers):
-        for spec in layer.planes if layer.shared_with < 0 else ():
-            expected += 1
-            plane = planes.get((index, spec.role))
-            if plane is None or plane.format != spec.format or plane.row_shape != spec.row_shape:
-                raise FormatError(f"layer {index}: plane {spec.role.name} does not fit the identity")
-            if plane.field != NO_FIELD:
-                raise FormatError(f"layer {index}: plane {spec.role.name} names a field, {spec.format.name} has none")
-            if plane.first_row != header.start or plane.rows != header.end - header.start:
-                raise FormatError(f"layer {index}: plane {spec.role.name} does not hold rows [{header.start}, {header.end})")
-    if expected != len(planes):
-        raise FormatError(f"{len(planes)} planes, the identity has {expected}")

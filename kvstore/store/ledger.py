@@ -56,6 +56,14 @@ class Ledger:
         """End a reservation; an unknown one is ignored."""
         self.reserved_bytes -= self._reservations.pop(reservation, (0, 0.0))[0]
 
+    def use(self, reservation: int, used_bytes: int) -> None:
+        """Take from a reservation what arrived of it; an unknown one is ignored."""
+        if reservation in self._reservations:
+            left, deadline = self._reservations[reservation]
+            used = min(left, used_bytes)
+            self._reservations[reservation] = (left - used, deadline)
+            self.reserved_bytes -= used
+
     def living(self, reservations: set[int]) -> set[int]:
         """Those of ``reservations`` that are still held."""
         return reservations & self._reservations.keys()

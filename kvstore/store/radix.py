@@ -2,12 +2,14 @@
 
 Edges are runs of little-endian uint32 tokens kept as bytes, compared whole. A child is found
 by its first token; where an attachment begins, its length and digest belong to the key, so
-two images behind the same placeholder tokens are two branches. Nodes carry the records whose
-rows cover their whole span; splitting a node splits no record.
+two images behind the same placeholder tokens are two branches. Nodes carry the segments whose
+span covers their whole span, and the states that lie in (start, end]; splitting a node splits
+no record.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -18,12 +20,15 @@ from warmkv.schema.records import Attachment
 
 WIDTH = 4
 R = TypeVar("R")
+State = tuple[int, bool, R]
 
 
 class Node(Generic[R]):
-    """Tokens [start, end) below ``parent``. ``key`` is its key among the parent's children."""
+    """Tokens [start, end) below ``parent``. ``key`` is its key among the parent's children;
+    ``states`` are (position, can be cut back, record) in order; ``trimmable`` counts those here and
+    below that can be cut back."""
 
-    __slots__ = ("parent", "key", "start", "end", "edge", "children", "records", "attachment")
+    __slots__ = ("parent", "key", "start", "end", "edge", "children", "records", "attachment", "states", "trimmable")
 
     def __init__(self, parent: Node[R] | None, key: bytes, start: int, edge: bytes, attachment: Attachment | None) -> None:
         self.parent = parent
@@ -34,6 +39,8 @@ class Node(Generic[R]):
         self.children: dict[bytes, Node[R]] = {}
         self.records: list[R] = []
         self.attachment = attachment
+        self.states: list[State[R]] = []
+        self.trimmable = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +128,30 @@ class RadixTree(Generic[R]):
         while node.parent is not None and node.end >= start:
             node = self._merge(node).parent or self.root
 
+    def add_state(self, bottom: Node[R], position: int, record: R, *, trimmable: bool) -> None:
+        """Enter a state on the path from the root to ``bottom``."""
+        node = self.node_at(bottom, position)
+        insort(node.states, (position, trimmable, record), key=_position)
+        self._count(node, trimmable)
+
+    def remove_state(self, bottom: Node[R], position: int, record: R, *, trimmable: bool) -> None:
+        """Take a state off again."""
+        node = self.node_at(bottom, position)
+        node.states.remove((position, trimmable, record))
+        self._count(node, -int(trimmable))
+
+    def node_at(self, bottom: Node[R], position: int) -> Node[R]:
+        """The node above or at ``bottom`` that holds the token before ``position``."""
+        node = bottom
+        while node.start >= position and node.parent is not None:
+            node = node.parent
+        return node
+
+    def _count(self, node: Node[R] | None, trimmable: int) -> None:
+        while trimmable and node is not None:
+            node.trimmable += trimmable
+            node = node.parent
+
     def _merge(self, node: Node[R]) -> Node[R]:
         """Undo a split that nothing needs any more: join a node and its only child where they
         carry the same records. The lower keeps its identity, as in a split; the joined node."""
@@ -131,6 +162,7 @@ class RadixTree(Generic[R]):
             return node
         child.parent, child.key, child.attachment = node.parent, node.key, node.attachment
         child.start, child.edge = node.start, node.edge + child.edge
+        child.states, child.trimmable = node.states + child.states, node.trimmable
         child.parent.children[child.key] = child
         self.nodes -= 1
         return child
@@ -154,12 +186,24 @@ class RadixTree(Generic[R]):
         assert node.parent is not None
         upper: Node[R] = Node(node.parent, node.key, node.start, node.edge[:cut], node.attachment)
         upper.records = list(node.records)
+        upper.states, node.states = _cut_states(node.states, at)
+        upper.trimmable = node.trimmable
+        node.trimmable -= sum(trimmable for _, trimmable, _ in upper.states)
         node.parent.children[upper.key] = upper
         node.parent, node.attachment, node.start, node.edge = upper, None, at, node.edge[cut:]
         node.key = node.edge[:WIDTH]
         upper.children[node.key] = node
         self.nodes += 1
         return upper
+
+
+def _position(item: State[R]) -> int:
+    return item[0]
+
+
+def _cut_states(states: list[State[R]], at: int) -> tuple[list[State[R]], list[State[R]]]:
+    cut = bisect_right(states, at, key=_position)
+    return states[:cut], states[cut:]
 
 
 def common_tokens(tokens: bytes, at: int, end: int, edge: bytes) -> int:

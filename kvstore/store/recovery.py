@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from warmkv.kvstore.geometry import Coverage, segment_coverage, state_provides
+from warmkv.kvstore.needs import Provides
 from warmkv.kvstore.store.cold import ColdRecord, ColdTier
 from warmkv.kvstore.store.index import Cold, Index, Namespace, Record
 from warmkv.schema.errors import ColdFull, WarmKVError
@@ -23,7 +25,8 @@ def load_index(index: Index, cold: ColdTier) -> int:
     found, bad = cold.records()
     with index.changed:
         index.counter = cold.counter()
-        for item in sorted(found, key=lambda item: item.head.header.start if isinstance(item.head.header, SegmentHeader) else 0):
+        # What a record builds on begins before it.
+        for item in sorted(found, key=_start):
             try:
                 added = _add(index, namespaces, item)
             except WarmKVError as exc:
@@ -46,28 +49,41 @@ def load_index(index: Index, cold: ColdTier) -> int:
     return len(bad)
 
 
+def _start(item: ColdRecord) -> int:
+    header = item.head.header
+    return header.start if isinstance(header, SegmentHeader) else header.position
+
+
 def _add(index: Index, namespaces: dict[NamespaceKey, Namespace], item: ColdRecord) -> bool:
     header = item.head.header
     namespace = namespaces.get(header.namespace)
-    if namespace is None or not isinstance(header, SegmentHeader):
+    if namespace is None:
         return False
+    start = _start(item)
     parent: Record | None = None
-    tokens: bytes = b""
-    attachments: tuple[Attachment, ...] = ()
-    if header.parent != ROOT or header.start:
+    if header.parent != ROOT or start:
         parent = index.records.get(header.parent)
-        if parent is None or parent.node is None or not parent.start < header.start <= parent.end:
+        if parent is None or parent.node is None or not parent.start < start <= parent.end:
             return False
         if parent.namespace is not namespace or parent.lineage != header.lineage:
             return False
-        tokens, attachments = parent.namespace.trees[parent.lineage].prefix(parent.node, header.start)
+    tokens: bytes = b""
+    attachments: tuple[Attachment, ...] = ()
+    coverage, provides, end = Coverage(()), Provides.NOTHING, start
+    if isinstance(header, SegmentHeader):
+        coverage, end = segment_coverage(header, namespace.identity), header.end
+        if parent is not None and parent.node is not None:
+            tokens, attachments = namespace.trees[parent.lineage].prefix(parent.node, start)
+        tokens, attachments = tokens + header.tokens.tobytes(), (*attachments, *header.attachments)
+    else:
+        provides = state_provides(header, namespace.identity)
     record = Record(
-        header.id, namespace, header.lineage, header.start, header.end, item.head.container_bytes, item.head.payload_bytes,
-        header.created_ns, header.writer,
+        header.id, namespace, header.lineage, start, end, item.head.container_bytes, item.head.payload_bytes,
+        header.created_ns, header.writer, coverage=coverage, provides=provides,
     )  # fmt: skip
     record.last_used, record.hits = item.usage.last_used, item.usage.hits
     record.pinned_until_ns = item.usage.pinned_until_ns
     record.anchors = {(anchor.position, anchor.kind): anchor for anchor in item.anchors}
-    index.add(record, parent, tokens + header.tokens.tobytes(), (*attachments, *header.attachments))
+    index.add(record, parent, tokens, attachments)
     index.set_cold(record, Cold.STORED)
     return True

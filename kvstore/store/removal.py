@@ -31,12 +31,18 @@ class Removal:
         attachments = check_attachments(unpack_attachments(request.attachments), len(request.tokens))
         dropped: list[Record] = []
         with self._index.changed:
-            found = self._index.find(request.namespace, Lineage(request.lineage), request.tokens.tobytes(), attachments)
-            along = {record for node in found.walk.nodes for record in node.records} if found.walk else set()
-            for record in sorted(along, key=lambda item: item.end, reverse=True):
-                if record.end <= found.matched and not record.children:
-                    dropped.append(record)
-                    self._drop(record)
+            path = self._index.path(request.namespace, Lineage(request.lineage), request.tokens.tobytes(), attachments)
+            # What builds on a record begins behind its start.
+            along = path.along() if path is not None else []
+            for record in sorted((item for item in along if not item.is_state), key=lambda item: -item.start):
+                states = {child for child in record.children if child.is_state and child in along}
+                if record.children <= states:
+                    for item in (*states, record):
+                        dropped.append(item)
+                        self._drop(item)
+            for state in [item for item in along if item.is_state and not item.gone and not _passed(item, along)]:
+                dropped.append(state)
+                self._drop(state)
         return self._finish(dropped)
 
     def clear(self, keys: Iterable[NamespaceKey]) -> m.Forgotten:
@@ -58,13 +64,15 @@ class Removal:
         attachments = check_attachments(unpack_attachments(request.attachments), len(request.tokens))
         until = self._wall_ns() + request.ttl_ms * 1_000_000 if request.ttl_ms else 0
         with self._index.changed:
-            found = self._index.find(request.namespace, Lineage(request.lineage), request.tokens.tobytes(), attachments)
-            record = self._index.covering(found.walk, found.held) if found.walk and found.held else None
-            for link in self._index.chain_of(record) if record else ():
+            path = self._index.path(request.namespace, Lineage(request.lineage), request.tokens.tobytes(), attachments)
+            held = path.held() if path is not None else 0
+            record = path.covering(held) if path is not None and held else None
+            states = [item for item in path.along() if item.is_state] if path is not None else []
+            for link in {*(self._index.chain_of(record) if record else ()), *states}:
                 link.pinned_until_ns = min(until, 2**63 - 1)
                 self._index.touched.add(link)
             self._index.changed.notify_all()
-        return m.Pinned(found.held if record else 0)
+        return m.Pinned(held if record else 0)
 
     def _drop(self, record: Record) -> None:
         if self._writer is not None:
@@ -84,3 +92,11 @@ class Removal:
         with self._index.changed:
             self._index.changed.notify_all()
         return m.Forgotten(len(dropped), sum(record.total_bytes for record in dropped))
+
+
+def _passed(state: Record, along: list[Record]) -> bool:
+    """Whether another stored prompt than the one of ``along`` passes where a state lies."""
+    parent = state.parent
+    if parent is None or parent not in along:
+        return True
+    return any(not child.is_state and child.start >= state.end for child in parent.children)

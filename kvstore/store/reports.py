@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from warmkv.kvstore.needs import Provides
 from warmkv.kvstore.store.check import check
 from warmkv.kvstore.store.cold import stored_bytes
 from warmkv.kvstore.store.index import Cold, Namespace, Record
@@ -78,9 +79,15 @@ def stats(engine: Engine, uid: int, given: dict[str, object]) -> dict[str, objec
             "namespaces": len(engine.index.namespaces),
             "anchors": sum(len(record.anchors) for record in records),
             "leases": sum(len(record.leases) for record in records),
-            "hits": engine.hits,
-            "misses": engine.misses,
-            "tokens_usable": engine.tokens_usable,
+            "states": sum(record.is_state for record in records),
+            "state_bytes": sum(record.total_bytes for record in records if record.is_state),
+            "packed": sum(record.packed for record in records),
+            "hits": engine.acquisition.hits,
+            "misses": engine.acquisition.misses,
+            "refusals": engine.acquisition.refusals,
+            "tokens_usable": engine.acquisition.tokens_usable,
+            "flights": len(engine.acquisition.flights),
+            "waits": engine.acquisition.flights.waits,
             "saves": intake.saves,
             "duplicates": intake.duplicates,
             "received_bytes": intake.received_bytes,
@@ -100,7 +107,7 @@ def ls(engine: Engine, uid: int, given: dict[str, object]) -> dict[str, object]:
         if not wanted:
             rows = [_namespace_row(item) for item in ours]
         else:
-            leaves = [record for item in ours for record in item.records if not record.children]
+            leaves = [record for item in ours for record in item.records if not record.is_state and _is_end(record)]
             leaves.sort(key=lambda record: -record.last_used)
             rows = [_record_row(record) for record in leaves]
     return {"kind": "prefixes" if wanted else "namespaces", "total": len(rows), "rows": rows[:MAX_ROWS]}
@@ -126,6 +133,7 @@ def show(engine: Engine, uid: int, given: dict[str, object]) -> dict[str, object
             "namespace": _namespace_row(record.namespace),
             "lineage": record.lineage.hex(),
             "chain": [_record_row(link) for link in chain],
+            "states": [_record_row(item) for item in sorted(_states(chain), key=lambda item: item.end)],
             "anchors": [
                 {"position": a.position, "kind": a.kind.name.lower(), "depth": a.depth, "semantic_hash": a.semantic_hash}
                 for link in chain
@@ -156,6 +164,16 @@ def verify(engine: Engine, uid: int, given: dict[str, object]) -> dict[str, obje
     return {"checked": checked, "total_bytes": total, "bad": bad, "problems": check(engine)}
 
 
+def _states(chain: list[Record]) -> list[Record]:
+    """States that hang on these segments."""
+    return [child for link in chain for child in link.children if child.is_state]
+
+
+def _is_end(record: Record) -> bool:
+    """Whether no longer prompt builds on a segment."""
+    return all(child.is_state or child.end <= record.end for child in record.children)
+
+
 def _namespace_row(item: Namespace) -> dict[str, object]:
     identity = item.identity
     return {
@@ -167,6 +185,7 @@ def _namespace_row(item: Namespace) -> dict[str, object]:
         "runtime": identity.runtime,
         "owner_uid": item.owner_uid,
         "records": len(item.records),
+        "states": sum(record.is_state for record in item.records),
         "tokens": sum(record.end - record.start for record in item.records),
         "warm_bytes": sum(record.total_bytes for record in item.records if record.warm),
         "cold_bytes": sum(stored_bytes(r.total_bytes, r.payload_bytes) for r in item.records if r.cold == Cold.STORED),
@@ -177,6 +196,8 @@ def _namespace_row(item: Namespace) -> dict[str, object]:
 def _record_row(record: Record) -> dict[str, object]:
     return {
         "id": record.id.hex(),
+        "kind": "state" if record.is_state else "segment",
+        "provides": [flag.name.lower() for flag in Provides if flag in record.provides and flag.name],
         "start": record.start,
         "end": record.end,
         "bytes": record.total_bytes,

@@ -7,7 +7,8 @@ else is unknown, whatever is stored under it.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 from warmkv.kvstore.channel import close_all
 from warmkv.kvstore.session import Grant
@@ -22,6 +23,7 @@ from warmkv.schema.records import NamespaceKey
 if TYPE_CHECKING:
     from warmkv.kvstore.store.engine import Engine
 
+A = TypeVar("A", bound=m.Matched)
 MAX_OPEN_IDENTITIES = 256
 MAX_RESERVATIONS = 256
 
@@ -63,18 +65,18 @@ class LocalSession:
 
     def match(self, request: m.Match) -> m.Matched:
         self._may_read(request.namespace)
-        return self._engine.match(request)
+        return self._explained(request.namespace, self._engine.acquisition.match(request))
 
     def acquire(self, request: m.Acquire) -> Grant:
         self._may_read(request.namespace)
-        reply, fds = self._engine.acquire(request)
-        if reply.lease:
-            self._leases.add(reply.lease)
+        reply, fds = self._engine.acquisition.acquire(request)
+        self._leases.update(lease for lease in (reply.lease, reply.flight) if lease)
         if self._closed:  # meanwhile, and `close` may not have seen this lease
             close_all(fds)
-            self.release([reply.lease])
+            self.release([reply.lease, reply.flight])
             raise ClosedError("session was closed while it acquired")
-        return Grant(reply, fds, lambda: self.release([reply.lease]))
+        reply = self._explained(request.namespace, reply)
+        return Grant(reply, fds, lambda: self.release([reply.lease]), lambda: self.release([reply.flight]))
 
     def release(self, leases: list[int]) -> None:
         """End leases of this session; others are ignored.
@@ -86,11 +88,11 @@ class LocalSession:
         ours = [lease for lease in leases if lease in self._leases]
         self._leases.difference_update(ours)
         if ours:
-            self._engine.release(ours)
+            self._engine.acquisition.release(ours)
 
     def prefetch(self, request: m.Prefetch) -> m.Matched:
         self._may_read(request.namespace)
-        return self._engine.prefetch(request)
+        return self._engine.acquisition.prefetch(request)
 
     def offer(self, request: m.Offer) -> m.Offered:
         """As `Intake.offer`. Raises Busy as well, where this session announced so many uploads
@@ -110,7 +112,7 @@ class LocalSession:
 
     def commit(self, request: m.Commit, fd: int) -> m.Committed:
         owner = self._owner(request.namespace)
-        self._claim(request.reservation)
+        self._claim(request.reservation, more=request.more)
         return self._engine.intake.commit(request, fd, owner)
 
     def annotate(self, request: m.Annotate) -> m.Committed:
@@ -151,6 +153,21 @@ class LocalSession:
         for reservation in reservations:
             self._engine.intake.give_back(reservation)
 
+    def _explained(self, key: NamespaceKey, reply: A) -> A:
+        """The reply; where nothing is stored for the model, with the fields in which the nearest
+        one this user may read differs."""
+        if reply.matched or reply.usable:
+            return reply
+        with self._lock:
+            owner = self._owners.get(key)
+        if owner is None:
+            return reply
+        fields = self._engine.nearest_difference(key, owner)
+        if not fields:
+            return reply
+        reason = f"nothing is stored for this model; the nearest one stored differs in {', '.join(fields)}"
+        return replace(reply, reason=reason, identity_difference=",".join(fields))
+
     def _limit_reservations(self) -> None:
         with self._lock:
             if len(self._reservations) >= MAX_RESERVATIONS:
@@ -158,14 +175,16 @@ class LocalSession:
             if len(self._reservations) >= MAX_RESERVATIONS:
                 raise Busy(f"{MAX_RESERVATIONS} uploads are announced on this session already")
 
-    def _claim(self, reservation: int) -> None:
-        """A reservation is used by the session that got it, once."""
+    def _claim(self, reservation: int, *, more: bool = False) -> None:
+        """A reservation is used by the session that got it, once, or several times with ``more``
+        until the last."""
         if not reservation:
             return
         with self._lock:
             if reservation not in self._reservations:
                 raise OfferAgain(f"reservation {reservation} was not made on this session, or was used already")
-            self._reservations.discard(reservation)
+            if not more:
+                self._reservations.discard(reservation)
 
     def _owner(self, key: NamespaceKey) -> Owner:
         self._require_open()

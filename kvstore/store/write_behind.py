@@ -286,7 +286,9 @@ class WriteBehind:
         about = NamespaceRecord(namespace.owner_uid, namespace.share, namespace.identity, namespace.created_ns)
         fd = fcntl.fcntl(record.fd, fcntl.F_DUPFD_CLOEXEC, 0)
         usage = Usage(record.last_used, record.hits, record.pinned_until_ns)
-        return WriteItem(record.id, namespace.key, about, fd, record.total_bytes, usage, tuple(record.anchors.values()))
+        return WriteItem(
+            record.id, record.is_state, namespace.key, about, fd, record.total_bytes, usage, tuple(record.anchors.values())
+        )
 
     def _fail(self, record: Record, reason: str) -> None:
         if record.gone:
@@ -294,7 +296,7 @@ class WriteBehind:
         self.failures += 1
         record.cold_error = reason
         self._index.set_cold(record, Cold.ABSENT)
-        self._complaints.append(f"segment {record.id.hex()} stays in memory only: {reason}")
+        self._complaints.append(f"{record.id.hex()} stays in memory only: {reason}")
         if not record.warm:
             self._index.drop(record)
 

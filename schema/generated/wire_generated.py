@@ -392,7 +392,28 @@ class Match(object):
             return self._tab.Get(flatbuffers.number_types.Uint8Flags, o + self._tab.Pos)
         return 0
 
-def MatchStart(builder): builder.StartObject(5)
+    # Match
+    def Detail(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(14))
+        if o != 0:
+            return bool(self._tab.Get(flatbuffers.number_types.BoolFlags, o + self._tab.Pos))
+        return False
+
+    # Match
+    def Logits(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(16))
+        if o != 0:
+            return bool(self._tab.Get(flatbuffers.number_types.BoolFlags, o + self._tab.Pos))
+        return False
+
+    # Match
+    def PrefillTps(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(18))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Float64Flags, o + self._tab.Pos)
+        return 0.0
+
+def MatchStart(builder): builder.StartObject(8)
 def MatchAddNamespace(builder, namespace): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(namespace), 0)
 def MatchStartNamespaceVector(builder, numElems): return builder.StartVector(1, numElems, 1)
 def MatchAddLineage(builder, lineage): builder.PrependUOffsetTRelativeSlot(1, flatbuffers.number_types.UOffsetTFlags.py_type(lineage), 0)
@@ -402,6 +423,9 @@ def MatchStartTokensVector(builder, numElems): return builder.StartVector(4, num
 def MatchAddAttachments(builder, attachments): builder.PrependUOffsetTRelativeSlot(3, flatbuffers.number_types.UOffsetTFlags.py_type(attachments), 0)
 def MatchStartAttachmentsVector(builder, numElems): return builder.StartVector(1, numElems, 1)
 def MatchAddAt(builder, at): builder.PrependUint8Slot(4, at, 0)
+def MatchAddDetail(builder, detail): builder.PrependBoolSlot(5, detail, 0)
+def MatchAddLogits(builder, logits): builder.PrependBoolSlot(6, logits, 0)
+def MatchAddPrefillTps(builder, prefillTps): builder.PrependFloat64Slot(7, prefillTps, 0.0)
 def MatchEnd(builder): return builder.EndObject()
 
 
@@ -527,7 +551,41 @@ class Matched(object):
             return self._tab.Get(flatbuffers.number_types.Uint64Flags, o + self._tab.Pos)
         return 0
 
-def MatchedStart(builder): builder.StartObject(12)
+    # Matched
+    def Groups(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(28))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint8Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 1))
+        return 0
+
+    # Matched
+    def GroupsAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(28))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint8Flags, o)
+        return 0
+
+    # Matched
+    def GroupsLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(28))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Matched
+    def GroupsIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(28))
+        return o == 0
+
+    # Matched
+    def IdentityDifference(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(30))
+        if o != 0:
+            return self._tab.String(o + self._tab.Pos)
+        return None
+
+def MatchedStart(builder): builder.StartObject(14)
 def MatchedAddMatched(builder, matched): builder.PrependUint64Slot(0, matched, 0)
 def MatchedAddUsable(builder, usable): builder.PrependUint64Slot(1, usable, 0)
 def MatchedAddTier(builder, tier): builder.PrependUint8Slot(2, tier, 0)
@@ -541,6 +599,9 @@ def MatchedAddDiffQuery(builder, diffQuery): builder.PrependUint32Slot(8, diffQu
 def MatchedAddDiffStored(builder, diffStored): builder.PrependUint32Slot(9, diffStored, 0)
 def MatchedAddReason(builder, reason): builder.PrependUOffsetTRelativeSlot(10, flatbuffers.number_types.UOffsetTFlags.py_type(reason), 0)
 def MatchedAddEpoch(builder, epoch): builder.PrependUint64Slot(11, epoch, 0)
+def MatchedAddGroups(builder, groups): builder.PrependUOffsetTRelativeSlot(12, flatbuffers.number_types.UOffsetTFlags.py_type(groups), 0)
+def MatchedStartGroupsVector(builder, numElems): return builder.StartVector(1, numElems, 1)
+def MatchedAddIdentityDifference(builder, identityDifference): builder.PrependUOffsetTRelativeSlot(13, flatbuffers.number_types.UOffsetTFlags.py_type(identityDifference), 0)
 def MatchedEnd(builder): return builder.EndObject()
 
 
@@ -684,7 +745,28 @@ class Acquire(object):
             return self._tab.Get(flatbuffers.number_types.Uint64Flags, o + self._tab.Pos)
         return 0
 
-def AcquireStart(builder): builder.StartObject(6)
+    # Acquire
+    def Logits(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(16))
+        if o != 0:
+            return bool(self._tab.Get(flatbuffers.number_types.BoolFlags, o + self._tab.Pos))
+        return False
+
+    # Acquire
+    def PrefillTps(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(18))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Float64Flags, o + self._tab.Pos)
+        return 0.0
+
+    # Acquire
+    def WaitMs(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(20))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, o + self._tab.Pos)
+        return 0
+
+def AcquireStart(builder): builder.StartObject(9)
 def AcquireAddNamespace(builder, namespace): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(namespace), 0)
 def AcquireStartNamespaceVector(builder, numElems): return builder.StartVector(1, numElems, 1)
 def AcquireAddLineage(builder, lineage): builder.PrependUOffsetTRelativeSlot(1, flatbuffers.number_types.UOffsetTFlags.py_type(lineage), 0)
@@ -695,6 +777,9 @@ def AcquireAddAttachments(builder, attachments): builder.PrependUOffsetTRelative
 def AcquireStartAttachmentsVector(builder, numElems): return builder.StartVector(1, numElems, 1)
 def AcquireAddAt(builder, at): builder.PrependUint8Slot(4, at, 0)
 def AcquireAddLimit(builder, limit): builder.PrependUint64Slot(5, limit, 0)
+def AcquireAddLogits(builder, logits): builder.PrependBoolSlot(6, logits, 0)
+def AcquireAddPrefillTps(builder, prefillTps): builder.PrependFloat64Slot(7, prefillTps, 0.0)
+def AcquireAddWaitMs(builder, waitMs): builder.PrependUint64Slot(8, waitMs, 0)
 def AcquireEnd(builder): return builder.EndObject()
 
 
@@ -861,7 +946,55 @@ class Acquired(object):
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(32))
         return o == 0
 
-def AcquiredStart(builder): builder.StartObject(15)
+    # Acquired
+    def Groups(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(34))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint8Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 1))
+        return 0
+
+    # Acquired
+    def GroupsAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(34))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint8Flags, o)
+        return 0
+
+    # Acquired
+    def GroupsLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(34))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Acquired
+    def GroupsIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(34))
+        return o == 0
+
+    # Acquired
+    def IdentityDifference(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(36))
+        if o != 0:
+            return self._tab.String(o + self._tab.Pos)
+        return None
+
+    # Acquired
+    def Flight(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(38))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, o + self._tab.Pos)
+        return 0
+
+    # Acquired
+    def WaitedMs(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(40))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, o + self._tab.Pos)
+        return 0
+
+def AcquiredStart(builder): builder.StartObject(19)
 def AcquiredAddMatched(builder, matched): builder.PrependUint64Slot(0, matched, 0)
 def AcquiredAddUsable(builder, usable): builder.PrependUint64Slot(1, usable, 0)
 def AcquiredAddTier(builder, tier): builder.PrependUint8Slot(2, tier, 0)
@@ -879,6 +1012,11 @@ def AcquiredAddLease(builder, lease): builder.PrependUint64Slot(12, lease, 0)
 def AcquiredAddPromotedBytes(builder, promotedBytes): builder.PrependUint64Slot(13, promotedBytes, 0)
 def AcquiredAddSpans(builder, spans): builder.PrependUOffsetTRelativeSlot(14, flatbuffers.number_types.UOffsetTFlags.py_type(spans), 0)
 def AcquiredStartSpansVector(builder, numElems): return builder.StartVector(1, numElems, 1)
+def AcquiredAddGroups(builder, groups): builder.PrependUOffsetTRelativeSlot(15, flatbuffers.number_types.UOffsetTFlags.py_type(groups), 0)
+def AcquiredStartGroupsVector(builder, numElems): return builder.StartVector(1, numElems, 1)
+def AcquiredAddIdentityDifference(builder, identityDifference): builder.PrependUOffsetTRelativeSlot(16, flatbuffers.number_types.UOffsetTFlags.py_type(identityDifference), 0)
+def AcquiredAddFlight(builder, flight): builder.PrependUint64Slot(17, flight, 0)
+def AcquiredAddWaitedMs(builder, waitedMs): builder.PrependUint64Slot(18, waitedMs, 0)
 def AcquiredEnd(builder): return builder.EndObject()
 
 
@@ -1246,7 +1384,14 @@ class Offer(object):
             return self._tab.Get(flatbuffers.number_types.Uint64Flags, o + self._tab.Pos)
         return 0
 
-def OfferStart(builder): builder.StartObject(7)
+    # Offer
+    def WindowFrom(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(18))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, o + self._tab.Pos)
+        return 0
+
+def OfferStart(builder): builder.StartObject(8)
 def OfferAddNamespace(builder, namespace): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(namespace), 0)
 def OfferStartNamespaceVector(builder, numElems): return builder.StartVector(1, numElems, 1)
 def OfferAddLineage(builder, lineage): builder.PrependUOffsetTRelativeSlot(1, flatbuffers.number_types.UOffsetTFlags.py_type(lineage), 0)
@@ -1259,6 +1404,7 @@ def OfferAddFields(builder, fields): builder.PrependUOffsetTRelativeSlot(4, flat
 def OfferStartFieldsVector(builder, numElems): return builder.StartVector(1, numElems, 1)
 def OfferAddRowBytes(builder, rowBytes): builder.PrependUint64Slot(5, rowBytes, 0)
 def OfferAddFixedBytes(builder, fixedBytes): builder.PrependUint64Slot(6, fixedBytes, 0)
+def OfferAddWindowFrom(builder, windowFrom): builder.PrependUint64Slot(7, windowFrom, 0)
 def OfferEnd(builder): return builder.EndObject()
 
 
@@ -1335,13 +1481,79 @@ class Offered(object):
             return self._tab.Get(flatbuffers.number_types.Uint64Flags, o + self._tab.Pos)
         return 0
 
-def OfferedStart(builder): builder.StartObject(5)
+    # Offered
+    def Runs(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(14))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint8Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 1))
+        return 0
+
+    # Offered
+    def RunsAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(14))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint8Flags, o)
+        return 0
+
+    # Offered
+    def RunsLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(14))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Offered
+    def RunsIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(14))
+        return o == 0
+
+    # Offered
+    def WindowParent(self, j):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(16))
+        if o != 0:
+            a = self._tab.Vector(o)
+            return self._tab.Get(flatbuffers.number_types.Uint8Flags, a + flatbuffers.number_types.UOffsetTFlags.py_type(j * 1))
+        return 0
+
+    # Offered
+    def WindowParentAsNumpy(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(16))
+        if o != 0:
+            return self._tab.GetVectorAsNumpy(flatbuffers.number_types.Uint8Flags, o)
+        return 0
+
+    # Offered
+    def WindowParentLength(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(16))
+        if o != 0:
+            return self._tab.VectorLen(o)
+        return 0
+
+    # Offered
+    def WindowParentIsNone(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(16))
+        return o == 0
+
+    # Offered
+    def Provides(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(18))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint8Flags, o + self._tab.Pos)
+        return 0
+
+def OfferedStart(builder): builder.StartObject(8)
 def OfferedAddHeld(builder, held): builder.PrependUint64Slot(0, held, 0)
 def OfferedAddParent(builder, parent): builder.PrependUOffsetTRelativeSlot(1, flatbuffers.number_types.UOffsetTFlags.py_type(parent), 0)
 def OfferedStartParentVector(builder, numElems): return builder.StartVector(1, numElems, 1)
 def OfferedAddReservation(builder, reservation): builder.PrependUint64Slot(2, reservation, 0)
 def OfferedAddReservedBytes(builder, reservedBytes): builder.PrependUint64Slot(3, reservedBytes, 0)
 def OfferedAddEpoch(builder, epoch): builder.PrependUint64Slot(4, epoch, 0)
+def OfferedAddRuns(builder, runs): builder.PrependUOffsetTRelativeSlot(5, flatbuffers.number_types.UOffsetTFlags.py_type(runs), 0)
+def OfferedStartRunsVector(builder, numElems): return builder.StartVector(1, numElems, 1)
+def OfferedAddWindowParent(builder, windowParent): builder.PrependUOffsetTRelativeSlot(6, flatbuffers.number_types.UOffsetTFlags.py_type(windowParent), 0)
+def OfferedStartWindowParentVector(builder, numElems): return builder.StartVector(1, numElems, 1)
+def OfferedAddProvides(builder, provides): builder.PrependUint8Slot(7, provides, 0)
 def OfferedEnd(builder): return builder.EndObject()
 
 
@@ -1438,7 +1650,14 @@ class Commit(object):
         o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(12))
         return o == 0
 
-def CommitStart(builder): builder.StartObject(5)
+    # Commit
+    def More(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(14))
+        if o != 0:
+            return bool(self._tab.Get(flatbuffers.number_types.BoolFlags, o + self._tab.Pos))
+        return False
+
+def CommitStart(builder): builder.StartObject(6)
 def CommitAddNamespace(builder, namespace): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(namespace), 0)
 def CommitStartNamespaceVector(builder, numElems): return builder.StartVector(1, numElems, 1)
 def CommitAddEpoch(builder, epoch): builder.PrependUint64Slot(1, epoch, 0)
@@ -1446,6 +1665,7 @@ def CommitAddReservation(builder, reservation): builder.PrependUint64Slot(2, res
 def CommitAddAck(builder, ack): builder.PrependUint8Slot(3, ack, 0)
 def CommitAddAnchors(builder, anchors): builder.PrependUOffsetTRelativeSlot(4, flatbuffers.number_types.UOffsetTFlags.py_type(anchors), 0)
 def CommitStartAnchorsVector(builder, numElems): return builder.StartVector(1, numElems, 1)
+def CommitAddMore(builder, more): builder.PrependBoolSlot(5, more, 0)
 def CommitEnd(builder): return builder.EndObject()
 
 

@@ -150,18 +150,23 @@ MESSAGES: dict[str, m.Message] = {
     type(message).__name__: message
     for message in (
         m.Hello(1, 3, "golden client", 4242),
-        m.Welcome(1, 2**64 - 1, "golden server", 2**32 - 1, OWNER_UID),
+        m.Welcome(2, 2**64 - 1, "golden server", 2**32 - 1, OWNER_UID),
         m.Open(IDENTITY.canonical(), SHARE),
         m.Opened(NAMESPACE),
-        m.Match(NAMESPACE, LINEAGE, TOKENS, _PACKED, m.AT_ANCHOR),
-        m.Matched(7, 5, m.TIER_COLD, 2, 2**40, 1234, _ANCHORS, 7, 49152, 2**32 - 1, "différent", 99),
-        m.Acquire(NAMESPACE, LINEAGE, TOKENS, _PACKED, m.AT_ANCHOR, 6),
-        m.Acquired(7, 5, m.TIER_WARM, 2, 2**40, 1234, _ANCHORS, 7, 49152, 2**32 - 1, "none", 99, 11, 2**33, _SPANS),
+        m.Match(NAMESPACE, LINEAGE, TOKENS, _PACKED, m.AT_ANCHOR, True, True, 812.5),
+        m.Matched(
+            7, 5, m.TIER_COLD, 2, 2**40, 1234, _ANCHORS, 7, 49152, 2**32 - 1, "différent", 99, bytes(range(32)), "rope,tokenizer"
+        ),
+        m.Acquire(NAMESPACE, LINEAGE, TOKENS, _PACKED, m.AT_ANCHOR, 6, True, 812.5, 30_000),
+        m.Acquired(
+            7, 5, m.TIER_WARM, 2, 2**40, 1234, _ANCHORS, 7, 49152, 2**32 - 1, "none", 99, bytes(range(32)), "rope",
+            11, 2**33, _SPANS, 12, 2500,
+        ),
         m.Prefetch(NAMESPACE, LINEAGE, TOKENS, _PACKED, m.AT_ANCHOR),
         m.Release(np.array([1, 2**64 - 1, 3], dtype="<u8")),
-        m.Offer(NAMESPACE, LINEAGE, TOKENS, _PACKED, bytes(range(48)), 46080, 512),
-        m.Offered(5, PARENT, 17, 2**35, 99),
-        m.Commit(NAMESPACE, 99, 17, m.ACK_DISK, _ANCHORS),
+        m.Offer(NAMESPACE, LINEAGE, TOKENS, _PACKED, bytes(range(48)), 46080, 512, 3),
+        m.Offered(5, PARENT, 17, 2**35, 99, bytes(range(24)), ID, 9),
+        m.Commit(NAMESPACE, 99, 17, m.ACK_DISK, _ANCHORS, True),
         m.Annotate(NAMESPACE, LINEAGE, TOKENS, _PACKED, m.ACK_DISK, _ANCHORS, 17),
         m.Committed(ID, 8, 2**34, True, True),
         m.Pin(NAMESPACE, LINEAGE, TOKENS, _PACKED, 60_000),
@@ -173,7 +178,7 @@ MESSAGES: dict[str, m.Message] = {
         m.Document(b'{"hits": 1}'),
         m.Fault(304, "voll", True),
     )
-}
+}  # fmt: skip
 
 USAGE = lmdb_records.Usage(2**40, 12, CREATED_NS)
 NAMESPACE_RECORD = lmdb_records.NamespaceRecord(OWNER_UID, SHARE, IDENTITY, CREATED_NS)

@@ -1,0 +1,261 @@
+"""From descriptors to a restored prefix.
+
+Everything is verified before anything is handed out: seals, sizes, head digests, namespace,
+lineage, tokens, attachments, geometry and bounds, and with ``verify=True`` every payload byte.
+A state carries no tokens; its id is computed anew from the tokens it must belong to.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from warmkv.kvstore import geometry, memfd
+from warmkv.kvstore.needs import ModelNeeds, Provides, RowGroup, needs_of_model
+from warmkv.kvstore.restored import Flight, Restored, RestoredLayer, RestoredPlane, Rows
+from warmkv.kvstore.results import Match
+from warmkv.kvstore.rows import stored_shape
+from warmkv.kvstore.session import Grant
+from warmkv.schema import ids
+from warmkv.schema import messages as m
+from warmkv.schema import segment as container
+from warmkv.schema.errors import DigestError, FormatError, RemoteProtocolError
+from warmkv.schema.identity import PlaneFormat, PlaneRole, PlaneSpec
+from warmkv.schema.records import Attachment, NamespaceKey, Plane, Tokens, coverage, unpack_table
+from warmkv.schema.segment import SegmentHeader, StateHeader
+
+
+def restore(
+    grant: Grant, match: Match, namespace: NamespaceKey, tokens: Tokens, *, verify: bool, writable: bool, logits: bool = False
+) -> Restored:
+    """Map and check a grant. On any failure the lease is released, every descriptor closed and
+    the error raised; nothing is handed out. A grant of nothing becomes a miss."""
+    flight = Flight(grant.release_flight) if grant.reply.flight else None
+    try:
+        found = _Assembly(match, namespace, tokens, verify, writable)
+        found.take(grant, len(tokens) if logits else len(tokens) - 1)
+        layers = found.layers() if match.usable else ()
+        parked = found.logits() if match.usable == len(tokens) else None
+    except BaseException:
+        grant.release()
+        if flight is not None:
+            flight.close()
+        raise
+    if not match.usable:
+        grant.release()
+        return Restored(match, flight=flight)
+    return Restored(match, layers, grant.reply.promoted_bytes, parked, flight, grant.release)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """One mapped record: its payload and planes by layer and role."""
+
+    payload: Rows
+    planes: dict[tuple[int, PlaneRole], Plane]
+
+    def rows(self, plane: Plane, spec: PlaneSpec, start: int, end: int) -> Rows:
+        """Rows [start, end) of a plane, counted as the plane counts them."""
+        first = plane.offset + (start - plane.first_row) * plane.row_bytes
+        raw = self.payload[first : first + (end - start) * plane.row_bytes]
+        dtype, shape = stored_shape(replace(spec, row_shape=plane.row_shape))
+        return raw.view(dtype).reshape(end - start, *shape)
+
+
+@dataclass(slots=True)
+class _Assembly:
+    """Records of one grant, checked one by one, then put together by layer.
+
+    ``path`` are the tokens known to lie on the way: those of the query up to what is usable, and
+    behind them, where a state may lie there, those of the segments handed over."""
+
+    match: Match
+    namespace: NamespaceKey
+    tokens: Tokens
+    verify: bool
+    writable: bool
+    needs: ModelNeeds = field(init=False)
+    path: Tokens = field(init=False)
+    beside: tuple[Attachment, ...] = field(init=False)
+    segments: list[tuple[tuple[geometry.Extent, ...], _Piece]] = field(default_factory=list)
+    states: list[tuple[int, Provides, _Piece]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.needs = needs_of_model(self.match.identity.layers)
+        self.path = self.tokens[: self.match.usable]
+        self.beside = tuple(item for item in self.match.attachments if item.start < self.match.usable)
+
+    def take(self, grant: Grant, most: int) -> None:
+        """Map and check every record; the descriptors are closed, whatever happens."""
+        pending = list(grant.fds)
+        try:
+            if self.match.usable > max(0, most):
+                raise RemoteProtocolError(f"{self.match.usable} usable tokens were announced, at most {most} can be")
+            spans = unpack_table(grant.reply.spans, m.SPAN_DTYPE, "spans").tolist()
+            if len(spans) != len(pending):
+                raise RemoteProtocolError(f"{len(pending)} descriptors came for {len(spans)} spans")
+            for id_, _, end, total_bytes in spans:
+                memory = self._map(pending[0], total_bytes)
+                os.close(pending.pop(0))
+                self._enter(memory, bytes(id_), end)
+        finally:
+            for fd in pending:
+                os.close(fd)
+
+    def _map(self, fd: int, total_bytes: int) -> mmap.mmap:
+        if memfd.check_sealed(fd, total_bytes) != total_bytes:
+            raise RemoteProtocolError(f"a descriptor is not {total_bytes} bytes long")
+        return memfd.map_private(fd, total_bytes, writable=self.writable)
+
+    def _enter(self, memory: mmap.mmap, id_: bytes, end: int) -> None:
+        view = memoryview(memory)
+        head = container.decode_head(view, len(view))
+        header = head.header
+        if header.id != id_:
+            raise RemoteProtocolError("descriptor holds another record than was announced")
+        if header.namespace != self.namespace or header.lineage != self.match.lineage:
+            raise RemoteProtocolError("record belongs to another namespace or lineage")
+        if self.verify and container.payload_digests(view[head.payload_offset :]) != header.digests:
+            raise DigestError(f"payload of record {id_.hex()} does not match its digests")
+        payload = np.frombuffer(memory, np.uint8)[head.payload_offset :]
+        piece = _Piece(payload, {(plane.layer, plane.role): plane for plane in header.planes})
+        try:
+            if isinstance(header, StateHeader):
+                self._enter_state(header, piece)
+            else:
+                self._enter_segment(header, piece, end)
+        except FormatError as exc:
+            raise RemoteProtocolError(str(exc)) from exc
+
+    def _enter_segment(self, header: SegmentHeader, piece: _Piece, end: int) -> None:
+        if header.start > len(self.path):
+            raise RemoteProtocolError(f"segment begins at {header.start}, {len(self.path)} tokens are known")
+        agree = self._agreement(header)
+        if agree < min(end, self.match.usable):
+            raise RemoteProtocolError(f"segment holds the rows of other tokens or attachments from {agree} on")
+        covered = geometry.segment_coverage(header, self.match.identity)
+        # Behind what agrees it may go on with another prompt, whose rows are not ours.
+        self.segments.append((tuple((first, min(last, agree)) for first, last in covered.extents), piece))
+        if self.needs.trimmable and header.end > len(self.path):
+            self.path = np.concatenate([self.path[: header.start], header.tokens])
+            self.beside = (*(item for item in self.beside if item.start < header.start), *header.attachments)
+
+    def _agreement(self, header: SegmentHeader) -> int:
+        """Up to where, at most to what is usable, a segment is of this query."""
+        most = min(header.end, self.match.usable)
+        differing = np.flatnonzero(header.tokens[: max(0, most - header.start)] != self.tokens[header.start : most])
+        agree = header.start + int(differing[0]) if differing.size else most
+        ours = {item for item in self.match.attachments if header.start <= item.start < agree}
+        theirs = {item for item in header.attachments if item.start < agree}
+        return min((item.start for item in ours ^ theirs), default=agree)
+
+    def _enter_state(self, header: StateHeader, piece: _Piece) -> None:
+        if header.position > len(self.path):
+            raise RemoteProtocolError(f"state at {header.position}, {len(self.path)} tokens are known")
+        before = tuple(item for item in self.beside if item.start < header.position)
+        if header.attachments != before:
+            raise RemoteProtocolError("state belongs to other attachments")
+        tokens = self.path[: header.position]
+        if ids.state_id(self.namespace, self.match.lineage, coverage(header.planes), before, tokens) != header.id:
+            raise RemoteProtocolError("state belongs to other tokens")
+        self.states.append((header.position, geometry.state_provides(header, self.match.identity), piece))
+
+    # -- putting together ------------------------------------------------------------------
+
+    def layers(self) -> tuple[RestoredLayer, ...]:
+        identity = self.match.identity
+        runs = {
+            layer: run
+            for number, group in enumerate(self.needs.groups)
+            for run in (self._runs(number, group),)
+            for layer in group.layers
+        }
+        own = {
+            index: self._layer(index, runs.get(index, ())) for index, layer in enumerate(identity.layers) if layer.shared_with < 0
+        }
+        return tuple(
+            replace(own[index if layer.shared_with < 0 else layer.shared_with], layer=index)
+            for index, layer in enumerate(identity.layers)
+        )
+
+    def _runs(self, number: int, group: RowGroup) -> tuple[_Run, ...]:
+        """The rows a group needs, from as few segments as possible."""
+        runs: list[_Run] = []
+        for start, end in group.need.required(self.match.usable):
+            at = start
+            while at < end:
+                stop, best = at, None
+                for extents, piece in self.segments:
+                    first, last = extents[number]
+                    if first <= at and last > stop:
+                        stop, best = min(last, end), piece
+                if best is None:
+                    raise RemoteProtocolError(f"layer {group.layers[0]}: row {at} of [{start}, {end}) did not come")
+                runs.append(_Run(best, at, stop))
+                at = stop
+        return tuple(runs)
+
+    def _layer(self, index: int, runs: tuple[_Run, ...]) -> RestoredLayer:
+        layer = self.match.identity.layers[index]
+        planes = {spec.role: _plane(index, spec, runs) for spec in layer.row_planes}
+        fields = {}
+        for spec in layer.field_planes:
+            for run in runs:
+                plane = run.piece.planes.get((index, spec.role))
+                if plane is not None:
+                    fields[plane.field] = run.piece.rows(plane, spec, plane.first_row, plane.first_row + 1)[0]
+        states: dict[PlaneRole, RestoredPlane] = {}
+        constants: dict[int, dict[PlaneRole, RestoredPlane]] = {}
+        usable = self.match.usable
+        if index in self.needs.constant:
+            inside = [item for item in self.match.attachments if item.end <= usable]
+            constants = {item.start: self._state(index, item.end, item.end, Provides.CONSTANT) for item in inside}
+        elif index in self.needs.exact:
+            states = self._state(index, usable, usable, Provides.EXACT)
+        elif index in self.needs.trimmable:
+            states = self._state(index, usable, len(self.path), Provides.TRIMMABLE)
+        return RestoredLayer(index, planes, states, constants, fields)
+
+    def _state(self, index: int, low: int, high: int, flag: Provides) -> dict[PlaneRole, RestoredPlane]:
+        """State planes of a layer at a position in low..high."""
+        for position, provides, piece in self.states:
+            if provides & flag and low <= position <= high:
+                found = {}
+                for spec in self.match.identity.layers[index].state_planes:
+                    plane = piece.planes.get((index, spec.role))
+                    if plane is not None:
+                        rows = piece.rows(plane, spec, plane.first_row, plane.first_row + plane.rows)
+                        found[spec.role] = RestoredPlane(spec.role, spec.format, plane.row_shape, (rows,), (position,))
+                return found
+        raise RemoteProtocolError(f"layer {index}: no {flag.name} state for {low} came")
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """Logits parked at the end of the query."""
+        place = (len(self.match.identity.layers), PlaneRole.LOGITS)
+        for position, provides, piece in self.states:
+            if provides & Provides.LOGITS and position == self.match.usable:
+                plane = piece.planes[place]
+                spec = PlaneSpec(PlaneRole.LOGITS, PlaneFormat.F32, plane.row_shape)
+                row: npt.NDArray[np.float32] = piece.rows(plane, spec, plane.first_row, plane.first_row + 1)[0]
+                return row
+        raise RemoteProtocolError("the whole query is usable, but no logits came")
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Rows [start, end) of a group, taken from one record."""
+
+    piece: _Piece
+    start: int
+    end: int
+
+
+def _plane(index: int, spec: PlaneSpec, runs: tuple[_Run, ...]) -> RestoredPlane:
+    planes = [run.piece.planes[index, spec.role] for run in runs]
+    blocks = tuple(run.piece.rows(plane, spec, run.start, run.end) for run, plane in zip(runs, planes, strict=True))
+    starts, fields = tuple(run.start for run in runs), tuple(plane.field for plane in planes)
+    return RestoredPlane(spec.role, spec.format, spec.row_shape, blocks, starts, fields)

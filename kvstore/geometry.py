@@ -1,0 +1,150 @@
+"""Does what a header describes fit the model? Asked of everything that comes from a peer or disk.
+
+Rows of a group of layers (`needs.RowGroup`) come together or not at all, and layers that need
+every row have all of a segment's; so what a segment covers is one range a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from warmkv.kvstore.needs import ModelNeeds, Provides, needs_of_model
+from warmkv.schema.errors import FormatError
+from warmkv.schema.identity import FIELD_FORMATS, Identity, LayerKind, PlaneFormat, PlaneRole, PlaneSpec
+from warmkv.schema.records import NO_FIELD, Plane, row_bytes
+from warmkv.schema.segment import SegmentHeader, StateHeader
+
+#: Largest vocabulary whose logits may be parked.
+MAX_VOCABULARY = 1 << 24
+Extent = tuple[int, int]
+NO_ROWS: Extent = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Rows a segment holds, one range per group of the model (empty: `NO_ROWS`), and the fields
+    its rows were quantised with (`NO_FIELD` where one is still open)."""
+
+    extents: tuple[Extent, ...]
+    fields: frozenset[bytes] = frozenset()
+
+
+def segment_coverage(header: SegmentHeader, identity: Identity) -> Coverage:
+    """What the segment covers. Raises FormatError unless its planes fit the identity."""
+    planes = {(plane.layer, plane.role): plane for plane in header.planes}
+    extents = tuple(_group_extent(group.layers, group.whole, planes, header, identity) for group in _needs(identity).groups)
+    expected = {(index, spec.role) for index, layer in enumerate(identity.layers) for spec in layer.row_planes}
+    fields = set()
+    for place, plane in planes.items():
+        if plane.role == PlaneRole.FIELD:
+            _check_field_plane(plane, header, identity)
+        elif place not in expected:
+            raise FormatError(f"{_name(plane)} does not fit the identity, which has no such rows")
+        elif plane.format in FIELD_FORMATS:
+            fields.add(plane.field)
+        elif plane.field != NO_FIELD:
+            raise FormatError(f"{_name(plane)} names a field, {plane.format.name} has none")
+    return Coverage(extents, frozenset(fields))
+
+
+def _group_extent(
+    layers: Iterable[int], whole: bool, planes: dict[tuple[int, PlaneRole], Plane], header: SegmentHeader, identity: Identity
+) -> Extent:
+    """The range all planes of these layers agree about."""
+    found: set[Extent] = set()
+    for index in layers:
+        for spec in identity.layers[index].row_planes:
+            plane = planes.get((index, spec.role))
+            if plane is None or plane.rows == 0:
+                found.add(NO_ROWS)
+                continue
+            _check_spec(plane, spec)
+            found.add((plane.first_row, plane.first_row + plane.rows))
+    if len(found) != 1:
+        raise FormatError(f"layers {list(layers)} are needed alike, but hold the rows {sorted(found)}")
+    (extent,) = found
+    if extent != NO_ROWS and whole and extent != (header.start, header.end):
+        raise FormatError(f"layers {list(layers)} hold rows {extent}, not those of [{header.start}, {header.end})")
+    return extent
+
+
+def state_provides(header: StateHeader, identity: Identity) -> Provides:
+    """What the state is good for. Raises FormatError unless its planes fit the identity."""
+    if header.position < 1:
+        raise FormatError("a state at position 0 is none")
+    planes = {(plane.layer, plane.role): plane for plane in header.planes}
+    needs = _needs(identity)
+    found, known = Provides.NOTHING, 0
+    for layers, flag in (
+        (needs.exact, Provides.EXACT), (needs.trimmable, Provides.TRIMMABLE), (needs.constant, Provides.CONSTANT)
+    ):  # fmt: skip
+        count, complete = _state_planes(layers, planes, identity)
+        if count and not complete:
+            raise FormatError(f"the state lacks planes of the {flag.name} layers {list(layers)}")
+        found, known = (found | flag if count else found), known + count
+    logits = planes.get((len(identity.layers), PlaneRole.LOGITS))
+    if logits is not None:
+        if logits.format != PlaneFormat.F32 or len(logits.row_shape) != 1 or logits.rows != 1:
+            raise FormatError(f"parked logits are {logits.rows} rows of {logits.format.name} {logits.row_shape}")
+        if logits.row_shape[0] > MAX_VOCABULARY:
+            raise FormatError(f"parked logits of {logits.row_shape[0]} tokens, at most {MAX_VOCABULARY} are allowed")
+        found, known = found | Provides.LOGITS, known + 1
+    if known != len(header.planes) or not found:
+        raise FormatError(f"{len(header.planes)} planes of state, {known} of them belong to the identity")
+    return found
+
+
+def _state_planes(layers: Iterable[int], planes: dict[tuple[int, PlaneRole], Plane], identity: Identity) -> tuple[int, bool]:
+    """Planes of state these layers have, and whether none that is needed is missing."""
+    count, complete = 0, True
+    for index in layers:
+        layer = identity.layers[index]
+        for spec in layer.state_planes:
+            plane = planes.get((index, spec.role))
+            if plane is None:
+                complete &= spec.role == PlaneRole.IMPORTANCE
+                continue
+            _check_state_plane(plane, spec, layer.kind)
+            count += 1
+    return count, complete
+
+
+def _check_state_plane(plane: Plane, spec: PlaneSpec, kind: LayerKind) -> None:
+    if plane.field != NO_FIELD:
+        raise FormatError(f"{_name(plane)} names a field")
+    if kind == LayerKind.OPAQUE:
+        if plane.format != spec.format or len(plane.row_shape) != 1 or plane.rows != 1:
+            raise FormatError(f"{_name(plane)} is {plane.rows} rows of {plane.format.name} {plane.row_shape}, expected one blob")
+        return
+    _check_spec(plane, spec)
+    one = plane.role in (PlaneRole.CONV, PlaneRole.RECURRENT) and kind not in (LayerKind.RING, LayerKind.NYSTROM)
+    if one and plane.rows != 1:
+        raise FormatError(f"{_name(plane)} has {plane.rows} rows, expected the one at its position")
+
+
+def _check_field_plane(plane: Plane, header: SegmentHeader, identity: Identity) -> None:
+    layer = identity.layers[plane.layer] if plane.layer < len(identity.layers) else None
+    spec = next(iter(layer.field_planes), None) if layer is not None else None
+    if spec is None:
+        raise FormatError(f"{_name(plane)} is not in the identity")
+    _check_spec(plane, spec)
+    if plane.rows != 1 or plane.first_row != header.start:
+        raise FormatError(f"{_name(plane)} has {plane.rows} rows at {plane.first_row}, expected one at {header.start}")
+
+
+def _check_spec(plane: Plane, spec: PlaneSpec) -> None:
+    if plane.format != spec.format or plane.row_shape != spec.row_shape:
+        raise FormatError(
+            f"{_name(plane)} is {plane.format.name} {plane.row_shape}, the identity says {spec.format.name} {spec.row_shape}"
+        )
+    if plane.row_bytes != row_bytes(spec.format, spec.row_shape, spec.role):
+        raise FormatError(f"{_name(plane)} has rows of {plane.row_bytes} bytes")
+
+
+def _name(plane: Plane) -> str:
+    return f"layer {plane.layer}: plane {plane.role.name}"
+
+
+def _needs(identity: Identity) -> ModelNeeds:
+    return needs_of_model(identity.layers)
