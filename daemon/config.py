@@ -40,6 +40,7 @@ class Config:
     store: Path
     warm_bytes: int | None = None
     cold_bytes: int | None = None
+    anchors: int = 0
     max_connections: int = 256
     allow_uids: tuple[int, ...] = ()
     frame_timeout_s: float = 30.0
@@ -121,6 +122,7 @@ SETTINGS: dict[str, Callable[[object], object]] = {
     "store": _path,
     "warm_bytes": _budget,
     "cold_bytes": _budget,
+    "anchors": _number(0, 1 << 20),
     "max_connections": _number(1, 100_000),
     "allow_uids": _uids,
     "frame_timeout_s": _seconds,

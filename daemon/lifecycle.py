@@ -82,6 +82,7 @@ def _opened(config: Config) -> Iterator[Engine]:
         path=config.store,
         warm_bytes=config.warm_bytes,
         cold_bytes=config.cold_bytes,
+        anchors=config.anchors,
         reservation_ttl_s=config.reservation_ttl_s,
         lease_ttl_s=config.lease_ttl_s,
         busy_timeout_s=config.busy_timeout_s,

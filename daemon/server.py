@@ -29,6 +29,8 @@ class Engine(Protocol):
 
     def session(self, uid: int) -> Session: ...
 
+    def interrupt(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Admission:
@@ -88,6 +90,7 @@ class Server:
         deadline = Deadline(timeout_s)
         for session in self._sessions():
             session.drain()
+        self._engine.interrupt()
         self._join(deadline)
         for session in self._sessions():
             session.abort()

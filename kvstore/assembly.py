@@ -140,9 +140,17 @@ class _Assembly:
         covered = geometry.segment_coverage(header, self.match.identity)
         # Behind what agrees it may go on with another prompt, whose rows are not ours.
         self.segments.append((tuple((first, min(last, agree)) for first, last in covered.extents), piece))
-        if self.needs.trimmable and header.end > len(self.path):
-            self.path = np.concatenate([self.path[: header.start], header.tokens])
-            self.beside = (*(item for item in self.beside if item.start < header.start), *header.attachments)
+        if self.needs.trimmable and agree == min(header.end, self.match.usable):
+            self._go_on(header)
+
+    def _go_on(self, header: SegmentHeader) -> None:
+        """Take a segment's tokens behind what is resumed: a state may lie among them. Of several
+        the last counts, and those that lead to the state come last."""
+        cut = max(header.start, self.match.usable)
+        if header.end > cut:
+            self.path = np.concatenate([self.path[:cut], header.tokens[cut - header.start :]])
+            behind = (item for item in header.attachments if item.start >= cut)
+            self.beside = (*(item for item in self.beside if item.start < cut), *behind)
 
     def _agreement(self, header: SegmentHeader) -> int:
         """Up to where, at most to what is usable, a segment is of this query."""

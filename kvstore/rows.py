@@ -98,6 +98,8 @@ def require_served(identity: Identity) -> None:
     for index, layer in enumerate(identity.layers):
         if layer.shared_with >= 0 and identity.layers[layer.shared_with].shared_with >= 0:
             raise UnsupportedError(f"layer {index} shares with layer {layer.shared_with}, which has no rows of its own either")
+        if layer.row_planes and layer.kind != LayerKind.HYBRID and layer.state_planes:
+            raise UnsupportedError(f"layer {index}: {layer.state_planes[0].role.name} beside rows cannot be stored yet")
         for plane in layer.planes:
             if not has_row_bytes(plane.format):
                 raise UnsupportedError(f"layer {index}: plane format {plane.format.name} cannot be stored yet")

@@ -14,12 +14,13 @@ from functools import partial
 import numpy as np
 
 from warmkv.kvstore.containers import Container, PlaneSource, write_segment, write_state
-from warmkv.kvstore.needs import Provides, needs_of_model
+from warmkv.kvstore.needs import Provides, RowGroup, needs_of_model
 from warmkv.kvstore.results import Saved
+from warmkv.kvstore.resume import Intervals, SinksAndLast
 from warmkv.kvstore.rows import CheckedRecords, LayerRows, LayerState, PlaneRows, row_bytes_of
 from warmkv.kvstore.session import Session
 from warmkv.schema import messages as m
-from warmkv.schema.errors import OfferAgain, WarmKVError
+from warmkv.schema.errors import OfferAgain, RemoteProtocolError, WarmKVError
 from warmkv.schema.identity import Identity, PlaneFormat, PlaneRole
 from warmkv.schema.records import ROOT, Attachment, Lineage, NamespaceKey, RecordId, Tokens, pack_attachments
 
@@ -93,6 +94,14 @@ class _Round:
         self._segments: list[tuple[int, int, RecordId]] = []
         self._offered = session.offer(self._offer())
         self._held = min(self._offered.held, self._length)
+        self._runs = self._read_runs()
+
+    def _read_runs(self) -> list[tuple[int, int]]:
+        """By group: where the run of rows that ends at ``held`` begins, where the one from 0 ends."""
+        numbers = np.frombuffer(self._offered.runs, "<u8").tolist() if len(self._offered.runs) % 16 == 0 else []
+        if self._held and len(numbers) != 2 * len(self._needs.groups):
+            raise RemoteProtocolError(f"{len(self._offered.runs)} bytes of runs for {len(self._needs.groups)} groups of layers")
+        return list(zip(numbers[::2], numbers[1::2], strict=True)) or [(0, 0)] * len(self._needs.groups)
 
     def run(self) -> Saved:
         offer, sent_bytes, fresh = self._offered, 0, False
@@ -154,9 +163,17 @@ class _Round:
     # -- planning --------------------------------------------------------------------------
 
     def _steps(self) -> list[_Step]:
-        """Containers to write, what others build on first."""
+        """Containers to write, what others build on first. Raises OfferAgain where what is neither
+        held nor handed in would be needed to resume at the end."""
         held, length = self._held, self._length
+        if held < length and not (self._records.rows or self._records.states):
+            raise OfferAgain(f"tokens [{held}, {length}) are not held, and nothing was handed in for them")
         steps = []
+        for group, (run, prefix) in zip(self._needs.groups, self._runs, strict=True):
+            self._require(group, run, prefix)
+        sinks = self._lost_sinks()
+        if sinks:
+            steps.append(_Step(0, held, partial(self._segment, 0, held, ROOT, sinks)))
         widening = self._widening()
         if widening:
             parent = RecordId(self._offered.window_parent) if self._window_from else ROOT
@@ -173,13 +190,34 @@ class _Round:
 
     def _widening(self) -> list[PlaneSource]:
         """Rows before ``held`` that windows need and that are not held."""
-        runs = np.frombuffer(self._offered.runs, "<u8").tolist()
         found: list[PlaneSource] = []
-        for group, run in zip(self._needs.groups, runs, strict=False):
+        for group, (run, _) in zip(self._needs.groups, self._runs, strict=True):
             for need, end in () if group.whole else group.need.required(self._length)[-1:]:
                 for layer in group.layers:
                     for record in self._records.rows.get(layer, ())[-1:]:
                         found += self._cut(record, self._window_from, max(need, self._window_from), min(run, self._held, end))
+        return found
+
+    def _require(self, group: RowGroup, run: int, prefix: int) -> None:
+        """OfferAgain unless all rows a group needs at the end are held or were handed in."""
+        given = [(record.first, record.end) for record in self._records.rows.get(group.layers[0], ())]
+        have = Intervals([*given, (run, self._held), (0, prefix)])
+        for start, end in group.need.required(self._length):
+            reached = have.run_end(start)
+            if reached < end:
+                layer = group.layers[0]
+                raise OfferAgain(
+                    f"layer {layer}: rows from {reached} on are neither held nor handed in, [{start}, {end}) are needed"
+                )
+
+    def _lost_sinks(self) -> list[PlaneSource]:
+        """Rows of sinks that were held once, as what builds on them is, and are no more."""
+        found: list[PlaneSource] = []
+        for group, (_, prefix) in zip(self._needs.groups, self._runs, strict=True):
+            if isinstance(group.need, SinksAndLast) and self._held and prefix < min(group.need.s, self._held):
+                for layer in group.layers:
+                    for record in self._records.rows.get(layer, ())[:1]:
+                        found += self._cut(record, 0, 0, min(group.need.s, self._held))
         return found
 
     def _earliest_window(self) -> int:

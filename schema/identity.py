@@ -187,6 +187,10 @@ class LayerSpec:
         for plane in self.planes:
             _check_type(f"{where} planes", plane, PlaneSpec)
             plane.validate(where)
+            if plane.role == PlaneRole.LOGITS:
+                raise IdentityError(f"{where}: logits belong to no layer")
+        if self.kind == LayerKind.HYBRID and not (self.row_planes and self.state_planes):
+            raise IdentityError(f"{where}: its planes are only rows or only state, expected both")
         if len({plane.role for plane in self.planes}) != len(self.planes):
             raise IdentityError(f"{where}: two planes of one role")
 

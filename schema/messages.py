@@ -174,9 +174,10 @@ class Offer:
 @dataclass(frozen=True, slots=True)
 class Offered:
     """All that every token needs is held up to ``held``, the last of it by the segment
-    ``parent``. ``runs`` are packed little-endian uint64, one per group of layers with rows: where
-    the unbroken run of rows that ends at ``held`` begins. ``window_parent`` is the segment on which
-    rows from ``window_from`` would hang; ``provides`` what states at the end of the tokens hold."""
+    ``parent``. ``runs`` are packed little-endian uint64, two per group of layers with rows: where
+    the unbroken run of rows that ends at ``held`` begins, and where the one from 0 on ends.
+    ``window_parent`` is the segment on which rows from ``window_from`` would hang; ``provides``
+    what states at the end of the tokens hold."""
 
     held: int
     parent: RecordId

@@ -14,6 +14,7 @@ _OPTIONS = {
     "store": ("PATH", "Directory of the cold tier. Default: warmkv/store in the data directory."),
     "warm_bytes": ("SIZE", "Shared memory to use at most, such as 2GiB; 0: none. Default: a quarter of memory."),
     "cold_bytes": ("SIZE", "Disk to use at most; 0: none. Default: 10GiB or a quarter of what is free."),
+    "anchors": ("N", "States at named positions a model keeps in memory. Default: 0, as many as fit."),
     "max_connections": ("N", "Connections served at a time. Default: 256."),
     "allow_uids": ("UIDS", "Users allowed besides your own, such as 0,1001. Default: none."),
     "frame_timeout_s": ("S", "Seconds a peer has to finish a message it began. Default: 30."),

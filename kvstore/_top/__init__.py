@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from warmkv.kvstore.client import AsyncClient as AsyncClient
     from warmkv.kvstore.client import Client as Client
     from warmkv.kvstore.client import connect as connect
+    from warmkv.kvstore.restored import Flight as Flight
     from warmkv.kvstore.restored import Restored as Restored
     from warmkv.kvstore.results import Match as Match
     from warmkv.kvstore.results import Offer as Offer
     from warmkv.kvstore.results import Saved as Saved
     from warmkv.kvstore.rows import LayerRows as LayerRows
+    from warmkv.kvstore.rows import LayerState as LayerState
     from warmkv.kvstore.rows import PlaneRows as PlaneRows
     from warmkv.kvstore.store import Store as Store
     from warmkv.kvstore.store import open_store as open_store
@@ -40,8 +42,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "warmkv.kvstore.client": ["AsyncClient", "Client", "connect"],
     "warmkv.kvstore.results": ["Match", "Offer", "Saved"],
-    "warmkv.kvstore.restored": ["Restored"],
-    "warmkv.kvstore.rows": ["LayerRows", "PlaneRows"],
+    "warmkv.kvstore.restored": ["Flight", "Restored"],
+    "warmkv.kvstore.rows": ["LayerRows", "LayerState", "PlaneRows"],
     "warmkv.kvstore.store": ["Store", "open_store"],
     "warmkv.schema.errors": ["WarmKVError"],
     "warmkv.schema.identity": [

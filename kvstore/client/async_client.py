@@ -17,8 +17,8 @@ from typing import TypeVar
 from warmkv.kvstore.client.client import Client, connect
 from warmkv.kvstore.restored import Restored
 from warmkv.kvstore.results import Forgotten, Match, Offer, Saved
-from warmkv.kvstore.rows import LayerRows
-from warmkv.kvstore.verbs import Ack, At
+from warmkv.kvstore.rows import Array
+from warmkv.kvstore.verbs import Ack, At, Records
 from warmkv.schema.identity import Identity
 from warmkv.schema.records import CLEAN, Anchor, Attachment, Lineage, TokensLike
 
@@ -47,16 +47,19 @@ class AsyncClient:
 
     async def match(
         self, identity: Identity, ids: TokensLike, *, attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN,
-        at: At = "longest",
+        at: At = "longest", logits: bool = False, detail: bool = False, prefill_tps: float = 0.0,
     ) -> Match:  # fmt: skip
-        return await self._run(partial(self._client.match, identity, ids, attachments=attachments, lineage=lineage, at=at))
+        call = partial(self._client.match, identity, ids, attachments=attachments, lineage=lineage, at=at)
+        return await self._run(partial(call, logits=logits, detail=detail, prefill_tps=prefill_tps))
 
     async def restore(
         self, target: Match | Identity, ids: TokensLike, *, attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN,
-        at: At = "longest", verify: bool = False, writable: bool = False,
+        at: At = "longest", verify: bool = False, writable: bool = False, logits: bool = False, prefill_tps: float = 0.0,
+        wait_s: float = 0.0,
     ) -> Restored:  # fmt: skip
-        call = partial(self._client.restore, target, ids, attachments=attachments, lineage=lineage, at=at)
-        return await self._run(partial(call, verify=verify, writable=writable))
+        """`Client.restore`. One that waits for others occupies one of the client's threads."""
+        call = partial(self._client.restore, target, ids, attachments=attachments, lineage=lineage, at=at, verify=verify)
+        return await self._run(partial(call, writable=writable, logits=logits, prefill_tps=prefill_tps, wait_s=wait_s))
 
     async def prefetch(
         self, identity: Identity, ids: TokensLike, *, attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN
@@ -72,22 +75,23 @@ class AsyncClient:
         )
 
     async def save(
-        self, identity: Identity, ids: TokensLike, records: Sequence[LayerRows], *, ack: Ack = "memory",
+        self, identity: Identity, ids: TokensLike, records: Records, *, ack: Ack = "memory",
         anchors: Iterable[Anchor] = (), attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN,
-        fields: Sequence[bytes] = (),
+        fields: Sequence[bytes] = (), logits: Array | None = None,
     ) -> Saved:  # fmt: skip
         call = partial(self._client.save, identity, ids, records, ack=ack, anchors=anchors)
-        return await self._run(partial(call, attachments=attachments, lineage=lineage, fields=fields))
+        return await self._run(partial(call, attachments=attachments, lineage=lineage, fields=fields, logits=logits))
 
     def save_async(
-        self, identity: Identity, ids: TokensLike, records: Sequence[LayerRows], *, ack: Ack = "memory",
+        self, identity: Identity, ids: TokensLike, records: Records, *, ack: Ack = "memory",
         anchors: Iterable[Anchor] = (), attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN,
-        fields: Sequence[bytes] = (),
+        fields: Sequence[bytes] = (), logits: Array | None = None,
     ) -> asyncio.Future[Saved]:  # fmt: skip
         """`Client.save_async` as an awaitable future; queued when this returns."""
         future = self._client.save_async(
-            identity, ids, records, ack=ack, anchors=anchors, attachments=attachments, lineage=lineage, fields=fields
-        )
+            identity, ids, records, ack=ack, anchors=anchors, attachments=attachments, lineage=lineage, fields=fields,
+            logits=logits,
+        )  # fmt: skip
         return asyncio.wrap_future(future)
 
     async def flush(self, timeout_s: float | None = None) -> bool:

@@ -72,6 +72,7 @@ class Acquisition:
     ) -> tuple[m.Matched, Found, int, int, tuple[int, ...]]:
         lease, limit, promoted, trouble = next(self._lease_ids), request.limit, 0, ""
         tier: int | None = None
+        packed = False
         while True:
             with self._index.changed:
                 found, refusal = self._find(request, attachments, limit)
@@ -79,6 +80,12 @@ class Acquisition:
                 self._lease(found, lease)
             tier = answer.tier if tier is None else tier
             try:
+                if not packed:
+                    packed = True
+                    made, trouble = self._promotion.pack(found.spans)
+                    promoted += made
+                    if made or trouble:
+                        raise _Gone
                 moved, failed, reason = self._promote(found.spans)
                 promoted += moved
                 fds = self._descriptors(found.spans) if failed is None else ()
@@ -91,9 +98,11 @@ class Acquisition:
             if failed is None:
                 break
             self.release([lease])
-            trouble = reason
+            trouble = reason or trouble
             if not failed.record.gone:
+                # A state at or behind what is usable is found again from anywhere before it.
                 limit = failed.start if failed.start < failed.end else failed.start - 1
+                limit = limit if limit < found.usable else 0
             if limit == 0 and not failed.record.gone:
                 with self._index.changed:
                     found = Found(found.path, found.held, anchors=found.anchors)
@@ -192,6 +201,8 @@ class Acquisition:
     def _promote(self, spans: tuple[Span, ...]) -> tuple[int, Span | None, str]:
         """Promote each span's record; (bytes moved, the span that failed or None, why)."""
         moved = 0
+        if not self._promotion.settled([span.record for span in spans if not span.record.warm]):
+            raise _Gone
         for span in spans:
             try:
                 moved += self._promotion.promote(span.record)

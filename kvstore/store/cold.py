@@ -15,9 +15,10 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -317,23 +318,33 @@ class ColdTier:
         with self._reading() as txn:
             raw, head = self._head(txn, id_)
             if head.container_bytes != total_bytes:
-                raise FormatError(f"segment {id_.hex()} has {head.container_bytes} bytes, expected {total_bytes}")
+                raise FormatError(f"record {id_.hex()} has {head.container_bytes} bytes, expected {total_bytes}")
             fd = memfd.create(f"warmkv:{id_.hex()}", total_bytes)
             try:
                 memfd.write(fd, raw, 0)
                 memfd.write(fd, bytes(head.payload_offset - head.head_bytes), head.head_bytes)
-                for index in range(container.chunk_count(head.payload_bytes)):
-                    piece = self._chunk(txn, id_, index, head)
-                    # The copy first: it takes the page faults without the interpreter lock, and
-                    # leaves the bytes in the cache for the digest.
-                    memfd.write(fd, piece, head.payload_offset + index * _CHUNK)
-                    if xxhash.xxh3_128_digest(piece) != head.header.digests[16 * index : 16 * index + 16]:
-                        raise DigestError(f"chunk {index} of segment {id_.hex()} does not match its digest")
+                self._copy(txn, id_, head, lambda at, piece: memfd.write(fd, piece, head.payload_offset + at))
                 memfd.seal(fd)
             except BaseException:
                 os.close(fd)
                 raise
         return fd
+
+    def read(self, id_: RecordId, place: Callable[[container.Header, int, memoryview], None]) -> None:
+        """Hand the payload of a record to ``place`` in pieces, each with its offset, checking head
+        and every chunk; a chunk is checked after it was handed over. Raises as `load` does."""
+        with self._reading() as txn:
+            _, head = self._head(txn, id_)
+            self._copy(txn, id_, head, partial(place, head.header))
+
+    def _copy(self, txn: lmdb.Transaction, id_: RecordId, head: container.Head, place: Callable[[int, memoryview], None]) -> None:
+        for index in range(container.chunk_count(head.payload_bytes)):
+            piece = self._chunk(txn, id_, index, head)
+            # The copy first: it takes the page faults without the interpreter lock, and leaves
+            # the bytes in the cache for the digest.
+            place(index * _CHUNK, piece)
+            if xxhash.xxh3_128_digest(piece) != head.header.digests[16 * index : 16 * index + 16]:
+                raise DigestError(f"chunk {index} of record {id_.hex()} does not match its digest")
 
     def _head(self, txn: lmdb.Transaction, id_: RecordId) -> tuple[memoryview, container.Head]:
         raw = next((found for table in _HEADS if (found := txn.get(id_, db=self._env.db[table])) is not None), None)

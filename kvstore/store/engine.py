@@ -83,12 +83,16 @@ class Engine:
         """Wait until all that was accepted is on disk; False when the time ran out first."""
         return self.writer is None or self.writer.flush(timeout_s)
 
+    def interrupt(self) -> None:
+        """Let requests that wait for somebody else's computation go on without it."""
+        self.acquisition.flights.interrupt()
+
     def close(self) -> None:
         """Commit what is pending and release every descriptor and lock. Idempotent. In a forked
         child it does nothing: lock and environment are its parent's, and unlocking is not undone."""
         if not self.serving:
             return
-        self.acquisition.flights.interrupt()
+        self.interrupt()
         with self.index.changed:
             if self._closed:
                 return

@@ -42,7 +42,7 @@ class Flights:
         self._ttl_s = ttl_s
         self._clock = clock
         self._flights: dict[int, _Flight] = {}
-        self._interrupted = False
+        self._interruptions = 0
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -61,7 +61,8 @@ class Flights:
         deadline = began + min(wait_s, MAX_WAIT_S)
         mine = tuple(attachments)
         have, patient = usable(), True
-        while have < len(tokens) // WIDTH - 1 and not self._interrupted:
+        interruptions = self._interruptions
+        while have < len(tokens) // WIDTH - 1 and self._interruptions == interruptions:
             twin, shared = self._nearest(key, lineage, tokens, mine)
             if twin is None or shared <= have or not patient or self._clock() >= deadline:
                 return self._enter(
@@ -77,21 +78,22 @@ class Flights:
         self._flights.pop(flight, None)
 
     def interrupt(self) -> None:
-        """Let everybody who waits go on, now and from now on: the store is about to close."""
+        """Let everybody who waits now go on: the store, or the daemon, is about to close."""
         with self._index.changed:
-            self._interrupted = True
+            self._interruptions += 1
             self._index.changed.notify_all()
 
     def _await(self, twin: int, shared: int, deadline: float, usable: Callable[[], int]) -> int:
         """Until ``shared`` tokens are usable or the twin's flight is over; usable then."""
         self.waits += 1
         self.waiting += 1
+        interruptions = self._interruptions
         try:
             while True:
                 have = usable()
                 now = self._clock()
                 flight = self._flights.get(twin)
-                if have >= shared or flight is None or now >= deadline or self._interrupted:
+                if have >= shared or flight is None or now >= deadline or self._interruptions != interruptions:
                     return have
                 if now >= flight.deadline:
                     self.end(twin)

@@ -180,6 +180,21 @@ class Index:
         self.namespaces[namespace.key] = namespace
         self.records[record.id] = record
 
+    def adopt(self, heir: Record, record: Record) -> None:
+        """Let what builds on ``record``, and its anchors, go over to a segment that holds all of
+        its rows."""
+        for child in list(record.children):
+            if child is heir:
+                continue
+            record.children.discard(child)
+            record.warm_children -= child.warm
+            record.cold_children -= child.cold != Cold.ABSENT
+            child.parent = heir
+            heir.children.add(child)
+            heir.warm_children += child.warm
+            heir.cold_children += child.cold != Cold.ABSENT
+        heir.anchors.update(record.anchors)
+
     def drop(self, record: Record) -> None:
         """Take a record that is in neither tier out of the index."""
         tree = record.namespace.trees[record.lineage]

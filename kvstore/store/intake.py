@@ -223,6 +223,7 @@ class Intake:
                 raise OfferAgain("what the save builds on went while room was made for it")
             record = self._admit(arrival, owner, parent, tokens, attachments)
             self._annotate(record, anchors)
+            self._warm.keep_anchors(record.namespace, self._options.anchors, newest=record)
             if self._writer is not None:
                 self._writer.enqueue(record)
             self._index.changed.notify_all()
@@ -316,6 +317,7 @@ class Intake:
             if path is None or record is None or held < length:
                 raise OfferAgain("what was held was evicted meanwhile")
             self._annotate(record, anchors)
+            self._warm.keep_anchors(record.namespace, self._options.anchors)
             self.duplicates += 1
             beside = [item for item in path.along() if item.is_state and item.end == length]
             wanted = [record, *path.windows(length), *beside]

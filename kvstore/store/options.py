@@ -12,6 +12,10 @@ from warmkv.schema.errors import BudgetError
 
 MIB, GIB = 1 << 20, 1 << 30
 COLD_DEFAULT_BYTES = 10 * GIB
+#: Anchor states a namespace keeps in memory where a cache is embedded with budgets by count
+#: instead of by bytes.
+EMBEDDED_ANCHORS = 16
+MAX_ANCHORS = 1 << 20
 #: Descriptors left to connections, LMDB and the rest of the process.
 SPARE_DESCRIPTORS = 64
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -21,12 +25,15 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 class StoreOptions:
     """``path`` None keeps everything in memory. Budgets of None take the defaults (a quarter of
     the memory this process may use; the lesser of 10 GiB and a quarter of the free disk); 0
-    switches that tier off."""
+    switches that tier off. ``anchors`` is the number of states at named positions that a namespace
+    may keep in memory, the least recently used giving way to new ones; 0 leaves that to the byte
+    budget."""
 
     path: Path | None = None
     warm_bytes: int | None = None
     cold_bytes: int | None = None
     warm_entries: int | None = None
+    anchors: int = 0
     reservation_ttl_s: float = 60.0
     lease_ttl_s: float = 300.0
     busy_timeout_s: float = 5.0
@@ -39,6 +46,8 @@ class StoreOptions:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 0):
                 raise BudgetError(f"{name} is {value!r}, expected None or a number of at least 0")
+        if not isinstance(self.anchors, int) or not 0 <= self.anchors <= MAX_ANCHORS:
+            raise BudgetError(f"anchors is {self.anchors!r}, expected 0 (no limit of their own) to {MAX_ANCHORS}")
         for name in ("reservation_ttl_s", "lease_ttl_s", "busy_timeout_s", "durable_timeout_s", "usage_interval_s"):
             if not getattr(self, name) > 0:
                 raise BudgetError(f"{name} is {getattr(self, name)!r}, expected more than 0 seconds")

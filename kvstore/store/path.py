@@ -138,12 +138,13 @@ class Path:
             at = min(node.end, self.walk.matched)
         return at
 
-    def runs(self, end: int) -> tuple[int, ...]:
-        """By group: where the unbroken run of rows that ends at ``end`` begins (``end``: none)."""
+    def runs(self, end: int) -> tuple[tuple[int, int], ...]:
+        """By group: where the unbroken run of rows that ends at ``end`` begins (``end``: none), and
+        where the one that begins at 0 ends."""
         found = []
         for held in self._rows:
             start, last = held.rows.run_ending(end) if end else (0, 0)
-            found.append(start if last == end else end)
+            found.append((start if last == end else end, min(end, held.rows.run_end(0))))
         return tuple(found)
 
     def holds(self, extents: tuple[tuple[int, int], ...]) -> bool:
@@ -203,6 +204,15 @@ class Path:
         found = dict.fromkeys(record for node in self.walk.nodes for record in node.records if record.node in ends)
         return [*found, *(state for node in self.walk.nodes for at, _, state in node.states if at <= matched)]
 
+    def shared(self) -> int:
+        """Up to where on the walk another stored prompt goes along, to part from it or go on."""
+        shared, along = 0, set(self.along())
+        for node, following in zip(self.walk.nodes, (*self.walk.nodes[1:], None), strict=False):
+            others = any(child is not following for child in node.children.values())
+            if others or any(record not in along for record in node.records):
+                shared = min(node.end, self.walk.matched)
+        return shared
+
     def select(self, usable: int) -> tuple[Span, ...]:
         """The records to resume at ``usable`` from: warm ones before cold ones, as few as possible."""
         if not usable:
@@ -219,7 +229,9 @@ class Path:
             return (*spans, *states)
         # Its tokens behind ``usable`` prove a state to be of this prompt: they come last, in order.
         blob = self._trimmable(usable)
-        proof = [link for link in _chain(blob.parent) if link.end > usable]
+        chain = _chain(blob.parent)
+        ends = [*(link.start for link in chain[1:]), blob.end]
+        proof = [link for link, end in zip(chain, ends, strict=True) if end > usable]
         spans = [span for span in spans if span.record not in proof]
         spans += [taken.get(link) or Span(link, usable, usable) for link in proof]
         return (*spans, *states, Span(blob, blob.end, blob.end))

@@ -34,15 +34,12 @@ class Removal:
             path = self._index.path(request.namespace, Lineage(request.lineage), request.tokens.tobytes(), attachments)
             # What builds on a record begins behind its start.
             along = path.along() if path is not None else []
-            for record in sorted((item for item in along if not item.is_state), key=lambda item: -item.start):
-                states = {child for child in record.children if child.is_state and child in along}
-                if record.children <= states:
-                    for item in (*states, record):
-                        dropped.append(item)
-                        self._drop(item)
-            for state in [item for item in along if item.is_state and not item.gone and not _passed(item, along)]:
-                dropped.append(state)
-                self._drop(state)
+            shared = path.shared() if path is not None else 0
+            # States first, then what they hang on.
+            for record in sorted(along, key=lambda item: (-item.start, not item.is_state)):
+                if record.end > shared and not record.children:
+                    dropped.append(record)
+                    self._drop(record)
         return self._finish(dropped)
 
     def clear(self, keys: Iterable[NamespaceKey]) -> m.Forgotten:
@@ -92,11 +89,3 @@ class Removal:
         with self._index.changed:
             self._index.changed.notify_all()
         return m.Forgotten(len(dropped), sum(record.total_bytes for record in dropped))
-
-
-def _passed(state: Record, along: list[Record]) -> bool:
-    """Whether another stored prompt than the one of ``along`` passes where a state lies."""
-    parent = state.parent
-    if parent is None or parent not in along:
-        return True
-    return any(not child.is_state and child.start >= state.end for child in parent.children)

@@ -48,11 +48,13 @@ class Store(Verbs):
 
 
 def open_store(
-    path: str | os.PathLike[str] | None = None, *, warm_bytes: int | None = None, cold_bytes: int | None = None, share: str = ""
-) -> Store:
+    path: str | os.PathLike[str] | None = None, *, warm_bytes: int | None = None, cold_bytes: int | None = None, anchors: int = 0,
+    share: str = "",
+) -> Store:  # fmt: skip
     """Open, or create, the store in the directory ``path``; None keeps everything in memory.
 
-    Budgets in bytes; None takes the defaults, 0 switches that tier off.
+    Budgets in bytes; None takes the defaults, 0 switches that tier off. ``anchors`` limits the
+    states at named positions that each namespace keeps in memory; 0 leaves that to the budget.
     Raises StoreInUse, StoreTooNew, BudgetError, StoreError."""
-    options = StoreOptions(Path(path) if path is not None else None, warm_bytes, cold_bytes)
+    options = StoreOptions(Path(path) if path is not None else None, warm_bytes, cold_bytes, anchors=anchors)
     return Store(Engine.open(options), share=share)

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from warmkv.kvstore.store.index import Cold, Index, Record
+from warmkv.kvstore.store.index import Cold, Index, Namespace, Record
 from warmkv.kvstore.store.ledger import Ledger
 from warmkv.kvstore.store.policy import Candidate, plan_eviction
 from warmkv.schema.errors import Busy, ClosedError, TooLarge
@@ -89,6 +89,21 @@ class WarmTier:
         if record.cold == Cold.ABSENT and not record.gone:
             self._index.drop(record)
 
+    def keep_anchors(self, namespace: Namespace, limit: int, newest: Record | None = None) -> None:
+        """Let the least recently used states at named positions go until ``limit`` of a namespace
+        are left; 0 is no limit. What is leased, pinned, on its way to disk, or ``newest``, stays."""
+        if not limit:
+            return
+        now_ns = self._wall_ns()
+        named = [record for record in namespace.records if record.warm and record.is_state and _named(record)]
+        named.sort(key=lambda record: record.last_used)
+        surplus = len(named) - limit
+        for record in named:
+            dirty = record.cold in (Cold.QUEUED, Cold.WRITING)
+            if surplus > 0 and not (record is newest or dirty or record.pinned_until_ns > now_ns or self.leased(record)):
+                self.evict(record)
+                surplus -= 1
+
     def unlend(self, record: Record) -> None:
         """The last lease of a record ended: what was leased or lent of it is no more."""
         self.ledger.leased_bytes -= self._leased.pop(record, 0)
@@ -137,3 +152,9 @@ class WarmTier:
         return any(record.cold in (Cold.QUEUED, Cold.WRITING) for record in self._index.warm_order) or bool(
             self.ledger.promoting_bytes or self.ledger.reserved_bytes
         )
+
+
+def _named(state: Record) -> bool:
+    """Whether an anchor names the position of a state."""
+    parent = state.parent
+    return parent is not None and any(position == state.end for position, _ in parent.anchors)

@@ -143,7 +143,6 @@ def test_twenty_processes_that_ask_at_once_cause_one_promotion(served: DaemonPro
 UPLOADER = """
 import sys, numpy, warmkv
 from warmkv import Identity
-from warmkv.kvstore import verbs
 from warmkv.schema import messages as m
 identity = Identity.from_canonical(bytes.fromhex(sys.argv[2]))
 client = warmkv.connect(sys.argv[1], timeout_s=60, strict=True)
@@ -151,7 +150,8 @@ ids = numpy.arange(1, 5001, dtype=numpy.uint32)
 query = client._query(identity, ids, (), warmkv.CLEAN)
 held = []
 for _ in range(3):
-    reply = client._session.offer(client._offer(query, client._namespace(identity), b"", 40_000))
+    offer = m.Offer(client._namespace(identity), query.lineage, query.tokens, query.packed, row_bytes=40_000)
+    reply = client._session.offer(offer)
     held.append(reply)
     with client.restore(identity, numpy.load(sys.argv[3])) as restored:
         held.append(restored)
