@@ -5,13 +5,14 @@ TORCH  ?= torch==2.13.0
 
 BIN    := .venv/bin
 MODEL  := .demo/model
+GEMMA  := .demo/gemma
 BASE   := .venv/.installed-dev
 MODELS := .venv/.installed-$(subst =,,$(TORCH))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv models-venv model check test demo announce bench schema wheel clean
+.PHONY: help venv models-venv model check test demo announce gemma bench schema wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +50,10 @@ demo: announce model ## one agent, cold and warm: writes .demo/report
 announce:
 	@test -e $(MODELS) || echo "First run downloads about 380 MB: PyTorch for CPU 200 MB," \
 	  "transformers and friends 30 MB, NumPy and development tools 55 MB, SmolLM2-135M 93 MB"
+
+gemma: models-venv ## resume Gemma 3 270M in another process (downloads 238 MB, Gemma terms of use)
+	$(BIN)/python examples/gemma/fetch_gemma.py --out $(GEMMA)
+	$(BIN)/python examples/gemma/resume.py --model $(GEMMA)
 
 bench: venv ## run the benchmarks
 	$(BIN)/python benchmarks/run.py

@@ -8,10 +8,13 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +26,7 @@ from warmkv.daemon.testing import DaemonProcess
 from warmkv.kvstore.rows import LayerRows
 
 console = Console(highlight=False, width=150)
+T = TypeVar("T")
 
 
 def median_s(action: Callable[[], object], rounds: int = 5, *, before: Callable[[], object] | None = None) -> float:
@@ -36,6 +40,29 @@ def median_s(action: Callable[[], object], rounds: int = 5, *, before: Callable[
         times.append(time.perf_counter() - began)
         del kept
     return median(times)
+
+
+def timed(action: Callable[..., T], *given: object) -> tuple[float, T]:
+    """Seconds of one call, and its answer."""
+    began = time.perf_counter()
+    answer = action(*given)
+    return time.perf_counter() - began, answer
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The least value that so many percent do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
+
+
+def microseconds(value: float) -> str:
+    return f"{value * 1e6:.1f}" if value < 1e-3 else f"{value * 1e6:,.0f}"
+
+
+def alone(action: Callable[..., T], *given: object) -> T:
+    """The answer of a process of its own, whose memory nothing else has used."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(action, *given).result()
 
 
 def smollm_like(layers: int = 30, heads: int = 3, size: int = 64) -> Identity:

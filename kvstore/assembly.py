@@ -134,6 +134,7 @@ class _Assembly:
     def _enter_segment(self, header: SegmentHeader, piece: _Piece, end: int) -> None:
         if header.start > len(self.path):
             raise RemoteProtocolError(f"segment begins at {header.start}, {len(self.path)} tokens are known")
+        self._prove(header)
         agree = self._agreement(header)
         if agree < min(end, self.match.usable):
             raise RemoteProtocolError(f"segment holds the rows of other tokens or attachments from {agree} on")
@@ -142,6 +143,17 @@ class _Assembly:
         self.segments.append((tuple((first, min(last, agree)) for first, last in covered.extents), piece))
         if self.needs.trimmable and agree == min(header.end, self.match.usable):
             self._go_on(header)
+
+    def _prove(self, header: SegmentHeader) -> None:
+        """Its id stands for every token before it too: rows behind another prefix are others."""
+        if header.start == 0:
+            return
+        before = tuple(item for item in self.beside if item.start < header.start)
+        tokens = np.concatenate([self.path[: header.start], header.tokens])
+        around = (*before, *header.attachments)
+        found = ids.segment_id(self.namespace, self.match.lineage, header.start, coverage(header.planes), around, tokens)
+        if found != header.id:
+            raise RemoteProtocolError(f"segment that begins at {header.start} belongs behind other tokens")
 
     def _go_on(self, header: SegmentHeader) -> None:
         """Take a segment's tokens behind what is resumed: a state may lie among them. Of several

@@ -33,7 +33,10 @@ class Coverage:
 def segment_coverage(header: SegmentHeader, identity: Identity) -> Coverage:
     """What the segment covers. Raises FormatError unless its planes fit the identity."""
     planes = {(plane.layer, plane.role): plane for plane in header.planes}
-    extents = tuple(_group_extent(group.layers, group.whole, planes, header, identity) for group in _needs(identity).groups)
+    groups = _needs(identity).groups
+    extents = tuple(_group_extent(group.layers, group.whole, planes, header, identity) for group in groups)
+    if any(group.whole for group in groups) and all(extent == NO_ROWS for extent in extents):
+        raise FormatError(f"segment [{header.start}, {header.end}) holds no rows")
     expected = {(index, spec.role) for index, layer in enumerate(identity.layers) for spec in layer.row_planes}
     fields = set()
     for place, plane in planes.items():
@@ -43,9 +46,17 @@ def segment_coverage(header: SegmentHeader, identity: Identity) -> Coverage:
             raise FormatError(f"{_name(plane)} does not fit the identity, which has no such rows")
         elif plane.format in FIELD_FORMATS:
             fields.add(plane.field)
+            if plane.field != NO_FIELD and identity.layers[plane.layer].field_planes:
+                _require_field(planes.get((plane.layer, PlaneRole.FIELD)), plane)
         elif plane.field != NO_FIELD:
             raise FormatError(f"{_name(plane)} names a field, {plane.format.name} has none")
     return Coverage(extents, frozenset(fields))
+
+
+def _require_field(found: Plane | None, rows: Plane) -> None:
+    """Rows are of no use without the field they were quantised with."""
+    if found is None or found.field != rows.field:
+        raise FormatError(f"{_name(rows)} names a field that the segment does not hold")
 
 
 def _group_extent(
@@ -83,6 +94,8 @@ def state_provides(header: StateHeader, identity: Identity) -> Provides:
         if count and not complete:
             raise FormatError(f"the state lacks planes of the {flag.name} layers {list(layers)}")
         found, known = (found | flag if count else found), known + count
+    if any(plane.role == PlaneRole.IMPORTANCE for plane in header.planes):
+        found |= Provides.IMPORTANCE
     logits = planes.get((len(identity.layers), PlaneRole.LOGITS))
     if logits is not None:
         if logits.format != PlaneFormat.F32 or len(logits.row_shape) != 1 or logits.rows != 1:
@@ -90,7 +103,7 @@ def state_provides(header: StateHeader, identity: Identity) -> Provides:
         if logits.row_shape[0] > MAX_VOCABULARY:
             raise FormatError(f"parked logits of {logits.row_shape[0]} tokens, at most {MAX_VOCABULARY} are allowed")
         found, known = found | Provides.LOGITS, known + 1
-    if known != len(header.planes) or not found:
+    if known != len(header.planes) or not found & ~Provides.IMPORTANCE:
         raise FormatError(f"{len(header.planes)} planes of state, {known} of them belong to the identity")
     return found
 

@@ -27,6 +27,8 @@ class Provides(IntFlag):
     CONSTANT = 4
     #: Logits after the last token.
     LOGITS = 8
+    #: Importance of rows beside the state; nobody resumes from it alone.
+    IMPORTANCE = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from warmkv.schema.identity import LayerKind, LayerSpec, PlaneRole
@@ -33,6 +33,13 @@ class Intervals:
                 ends.append(end)
         self._starts, self._ends = starts, ends
 
+    @classmethod
+    def until(cls, end: int) -> Intervals:
+        """Rows [0, end)."""
+        made = cls.__new__(cls)
+        made._starts, made._ends = ([0], [end]) if end > 0 else ([], [])
+        return made
+
     def run_end(self, start: int) -> int:
         """End of the unbroken run of rows that contains row ``start``; ``start`` if it is absent."""
         at = bisect_right(self._starts, start) - 1
@@ -47,19 +54,20 @@ class Intervals:
         return end <= start or self.run_end(start) >= end
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Held:
     """What is held of one layer along the matched path.
 
     ``rows`` it has; ``states`` sorted positions of exact states; ``agrees`` how far the longest
     trimmable state agrees with the query; ``constants`` starts of attachments whose record is held."""
 
-    rows: Intervals = field(default_factory=Intervals)
+    rows: Intervals = Intervals()
     states: tuple[int, ...] = ()
     agrees: int = 0
     constants: frozenset[int] = frozenset()
 
 
+_NOTHING_HELD = Held()
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -229,7 +237,7 @@ def usable(
     """Greatest resumable position of a query of ``length`` tokens of which ``matched`` agree.
 
     One token must be left to feed, except where logits are parked at the very end."""
-    everything = [*needs, (Outside(attachments), Held())]
+    everything = [*needs, (Outside(attachments), _NOTHING_HELD)] if attachments else needs
     if (
         matched >= length
         and length in set(logits_at)

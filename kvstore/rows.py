@@ -142,6 +142,11 @@ def check_records(
             _enter_state(identity, record, checked, attachments)
     if records:
         _require_all(identity, checked)
+    encoders = [index for index, layer in enumerate(identity.layers) if layer.kind == LayerKind.ENCODER]
+    for position in {at for _, at in checked.constants}:
+        for index in encoders:
+            if (index, position) not in checked.constants:
+                raise RecordError(f"layer {index}: the encoder output of the attachment that ends at {position} is missing")
     for index, found in checked.rows.items():
         _check_rows(index, identity.layers[index], found, length)
     for group in needs_of_model(identity.layers).groups if checked.rows else ():
@@ -201,6 +206,10 @@ def _check_rows(index: int, layer: LayerSpec, found: tuple[LayerRows, ...], leng
             raise RecordError(f"layer {index} has planes {[r.name for r in roles]}, expected {[r.name for r in specs]}")
         for plane in record.planes:
             _check_plane(f"layer {index}, plane {plane.role.name}", plane, specs[plane.role])
+        named = {plane.field for plane in record.planes if plane.role in fixed} - {NO_FIELD}
+        given = {plane.field for plane in record.planes if plane.role == PlaneRole.FIELD}
+        if layer.field_planes and not named <= given:
+            raise RecordError(f"layer {index}: its rows name the field {min(named - given).hex()}, which was not handed in")
         ends = {record.first + len(plane.rows) for plane in record.planes if plane.role in fixed}
         last = number == len(found) - 1
         if record.first < 0 or len(ends) != 1 or (last and ends != {length}):

@@ -250,8 +250,9 @@ class _Round:
         records, needs = self._records, self._needs
         found: list[PlaneSource] = []
         for layers, flag in ((needs.exact, Provides.EXACT), (needs.trimmable, Provides.TRIMMABLE)):
-            if not provided & flag:
-                given = [records.states[layer] for layer in layers if layer in records.states]
+            given = [records.states[layer] for layer in layers if layer in records.states]
+            wanted = flag | (Provides.IMPORTANCE if any(_has_importance(state) for state in given) else flag)
+            if provided & wanted != wanted:
                 found += [source for state in given for source in self._planes(state)]
         if records.logits is not None and not provided & Provides.LOGITS:
             plane = PlaneRows(PlaneRole.LOGITS, PlaneFormat.F32, records.logits)
@@ -314,3 +315,7 @@ class _Round:
                 cut = PlaneRows(plane.role, plane.format, rows, plane.field)
                 found.append(PlaneSource(record.layer, shapes[plane.role], first, cut))
         return found
+
+
+def _has_importance(state: LayerState) -> bool:
+    return any(plane.role == PlaneRole.IMPORTANCE for plane in state.planes)

@@ -355,8 +355,7 @@ def differing_fields(ours: Identity, theirs: Identity) -> tuple[str, ...]:
 
 def first_difference(ours: Identity, theirs: Identity) -> str | None:
     """Name of the first field in which two identities differ."""
-    theirs_fields = theirs.fields()
-    return next((name for name, value in ours.fields().items() if value != theirs_fields[name]), None)
+    return next(iter(differing_fields(ours, theirs)), None)
 
 
 def _check_digest(name: str, value: object) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from warmkv.kvstore.integrations.hf_adapters import active_adapters, base_model
-from warmkv.kvstore.integrations.hf_cache import Geometry, new_cache, observe
+from warmkv.kvstore.integrations.hf_cache import new_cache
+from warmkv.kvstore.integrations.hf_geometry import Geometry, observe
 from warmkv.kvstore.integrations.hf_rope import rope_regime
 from warmkv.kvstore.integrations.hf_settings import class_name, observe_settings
 from warmkv.kvstore.integrations.hf_tensors import TensorDigests, Weights
@@ -21,7 +22,8 @@ from warmkv.schema import canonical
 from warmkv.schema.errors import UnsupportedError
 from warmkv.schema.identity import SINGLE, Identity
 
-#: What rows are: keys after the rotary embedding, values as projected, from a DynamicLayer.
+#: What rows are: keys after the rotary embedding, values as projected; what states are: the tensors
+#: of a layer's convolution and recurrence. All as a DynamicCache holds them.
 STATE_VERSION = "dynamic-cache 1"
 LAYOUT = "rows of (heads, head size)"
 
@@ -30,7 +32,7 @@ class ModelIdentity:
     """Computes the identity of one model and tokenizer, as they are at the time of asking.
 
     **Threading:** one caller at a time. Nothing about the model is changed; the first call, and
-    the first after a change of configuration or dtype, runs one token through it."""
+    the first after a change of configuration or dtype, runs up to five tokens through it."""
 
     def __init__(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, weights: Weights = "auto", salt: str | bytes | None = None
@@ -42,12 +44,12 @@ class ModelIdentity:
         self._geometry: tuple[object, Geometry] | None = None
 
     @property
-    def device(self) -> torch.device:
-        """Where cache rows live; known after the first `now`."""
+    def geometry(self) -> Geometry:
+        """What the model's cache looked like at the last `now`; the first one is made if need be."""
         if self._geometry is None:
             self.now()
         assert self._geometry is not None
-        return self._geometry[1].device
+        return self._geometry[1]
 
     def now(self, *, trust_version: bool = False) -> Identity:
         """The identity. ``trust_version`` reuses tensor digests whose version counters did not

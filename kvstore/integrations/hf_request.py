@@ -42,6 +42,7 @@ _REFUSED: tuple[tuple[str, Callable[[object], bool], str], ...] = (
     ("prompt_lookup_num_tokens", _given, f"prompt lookup feeds and rolls back tokens; it is refused {_LATER}"),
     ("assistant_early_exit", _given, f"early-exit assistance feeds and rolls back tokens; it is refused {_LATER}"),
     ("use_mtp", _given, f"multi-token prediction feeds and rolls back tokens; it is refused {_LATER}"),
+    ("speculation_type", _given, f"speculative decoding feeds and rolls back tokens; it is refused {_LATER}"),
     ("cache", _given, "the cache is PromptCache's own; a caller's cache cannot be passed"),
     ("past_key_values", _given, "the cache is PromptCache's own; a caller's cache cannot be passed"),
     ("cache_params", _given, "the cache is PromptCache's own; a caller's cache cannot be passed"),
@@ -88,6 +89,23 @@ def check_options(options: Mapping[str, object], defaults: GenerationConfig | No
         "custom_generate",
     }
     return {name: value for name, value in options.items() if name not in dropped}
+
+
+def setting(name: str, options: Options, defaults: GenerationConfig | None) -> object:
+    """What is in force for an option of `generate`: as passed, as in the configuration passed, as
+    in the model's own; None where it is set nowhere."""
+    for value in (options.get(name), getattr(options.get("generation_config"), name, None), getattr(defaults, name, None)):
+        if value is not None:
+            return value
+    return None
+
+
+def require_absent(names: Sequence[str], options: Options, defaults: GenerationConfig | None, reason: str) -> None:
+    """UnsupportedError if one of the numbers ``names`` is in force and not the 1 that does nothing."""
+    for name in names:
+        value = setting(name, options, defaults)
+        if value is not None and (name == "prefill_chunk_size" or value not in (0, 1)):
+            raise UnsupportedError(f"{name}: {reason}; it is refused {_LATER}")
 
 
 def _check_mask(mask: object, length: int) -> None:

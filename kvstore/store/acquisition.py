@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from warmkv.kvstore.store import answers
 from warmkv.kvstore.store.flights import Flights
@@ -19,8 +20,10 @@ from warmkv.schema import messages as m
 from warmkv.schema.errors import DescriptorLimit, WarmKVError
 from warmkv.schema.records import Attachment, Lineage, NamespaceKey, check_attachments, unpack_attachments
 
-#: Records one reply hands over; of a longer chain the first so many.
+#: Records one reply hands over; of a chain that is longer and cannot be packed the first so many.
 MAX_SPANS = 128
+#: Times one request packs: again only where somebody else was packing the same.
+PACK_ROUNDS = 3
 
 
 class Acquisition:
@@ -45,7 +48,7 @@ class Acquisition:
         attachments = _attachments(request)
         with self._index.changed:
             found, refusal = self._find(request, attachments, 0, detail=request.detail)
-            return _because(self._answer(request, found), refusal)
+            return self._answer(request, found, refusal)
 
     def acquire(self, request: m.Acquire) -> tuple[m.Acquired, tuple[int, ...]]:
         """Lease and promote the records; descriptors owned by the caller. What cannot be promoted
@@ -72,25 +75,25 @@ class Acquisition:
     ) -> tuple[m.Matched, Found, int, int, tuple[int, ...]]:
         lease, limit, promoted, trouble = next(self._lease_ids), request.limit, 0, ""
         tier: int | None = None
-        packed = False
+        rounds = PACK_ROUNDS
         while True:
             with self._index.changed:
-                found, refusal = self._find(request, attachments, limit)
-                answer = self._answer(request, found)
+                found, refusal = self._find(request, attachments, limit, packed=not rounds)
+                answer = self._answer(request, found, refusal)
                 self._lease(found, lease)
             tier = answer.tier if tier is None else tier
             try:
-                if not packed:
-                    packed = True
-                    made, trouble = self._promotion.pack(found.spans)
+                if rounds:
+                    made, trouble = self._promotion.pack(found.spans, partial(self._swap, lease))
                     promoted += made
-                    if made or trouble:
-                        raise _Gone
+                    alone = len(found.spans) <= MAX_SPANS or self._promotion.settled([span.record for span in found.spans])
+                    rounds = 0 if alone else rounds - 1
+                    if made or trouble or len(found.spans) > MAX_SPANS:
+                        continue
                 moved, failed, reason = self._promote(found.spans)
                 promoted += moved
                 fds = self._descriptors(found.spans) if failed is None else ()
             except _Gone:
-                self.release([lease])
                 continue
             except BaseException:
                 self.release([lease])
@@ -110,7 +113,7 @@ class Acquisition:
                 fds = ()
                 break
         self._count(found)
-        answer = _because(replace(answer, tier=tier if found.usable else m.TIER_NONE), refusal, trouble)
+        answer = _because(replace(answer, tier=tier if found.usable else m.TIER_NONE), trouble)
         return answer, found, lease if found.spans else 0, promoted, fds
 
     def prefetch(self, request: m.Prefetch) -> m.Matched:
@@ -136,10 +139,11 @@ class Acquisition:
     # -- finding ---------------------------------------------------------------------------
 
     def _find(
-        self, request: m.Match | m.Acquire, attachments: tuple[Attachment, ...], limit: int, *, detail: bool = False
-    ) -> tuple[Found, str]:
+        self, request: m.Match | m.Acquire, attachments: tuple[Attachment, ...], limit: int, *,
+        detail: bool = False, packed: bool = False,
+    ) -> tuple[Found, str]:  # fmt: skip
         """What is offered of what is found, and why that is less; the index lock is held."""
-        found = self._look(request, attachments, limit, detail=detail)
+        found = self._look(request, attachments, limit, detail=detail, packed=packed)
         if request.prefill_tps <= 0 or not found.usable:
             return found, ""
         refusal = ""
@@ -149,26 +153,36 @@ class Acquisition:
             cold = [span for span in found.spans if not span.record.warm]
             if load_s <= compute_s:
                 break
-            refusal = refusal or f"to load {found.usable} tokens would take {load_s:.2f} s, to compute them {compute_s:.2f} s"
+            refusal = refusal or _slower(found.usable, load_s, compute_s)
             # What is in memory already may still be worth it.
             most = min((span.start if span.start < span.end else span.start - 1 for span in cold), default=0)
             if most <= 0 or most >= found.usable:
                 found = Found(found.path, found.held, anchors=found.anchors, groups=found.groups)
             else:
-                found = self._look(request, attachments, most, detail=detail)
+                found = self._look(request, attachments, most, detail=detail, packed=packed)
         self.refusals += bool(refusal)
         return found, refusal
 
-    def _look(self, request: m.Match | m.Acquire, attachments: tuple[Attachment, ...], limit: int, *, detail: bool) -> Found:
+    def _look(
+        self, request: m.Match | m.Acquire, attachments: tuple[Attachment, ...], limit: int, *,
+        detail: bool = False, packed: bool = False,
+    ) -> Found:  # fmt: skip
+        """What is found, as far as one reply can hand it over: once it is packed, or as it is where
+        it was ``packed`` already as far as it can be."""
         key, lineage, tokens = request.namespace, Lineage(request.lineage), request.tokens.tobytes()
         anchored = request.at == m.AT_ANCHOR
         while True:
             found = self._index.find(
                 key, lineage, tokens, attachments, anchored=anchored, limit=limit, logits=request.logits, detail=detail
             )
-            if len(found.spans) <= MAX_SPANS:
+            count = len(found.spans)
+            if count > MAX_SPANS and not packed:
+                count = self._promotion.left_by_packing(found.spans)
+            if count <= MAX_SPANS:
                 return found
-            limit = max(1, min(found.spans[MAX_SPANS].start, found.usable - 1))
+            limit = min(found.spans[MAX_SPANS].start, found.usable - 1)
+            if limit <= 0:
+                return Found(found.path, found.held, anchors=found.anchors, groups=found.groups)
 
     def _join(self, request: m.Acquire, attachments: tuple[Attachment, ...]) -> tuple[int, float]:
         """The flight entered for this request, or 0, once there is nothing to wait for."""
@@ -176,20 +190,23 @@ class Acquisition:
         key, lineage = NamespaceKey(request.namespace), Lineage(request.lineage)
 
         def usable() -> int:
-            return self._look(request, attachments, request.limit, detail=False).usable
+            return self._look(request, attachments, request.limit).usable
 
         with self._index.changed:
             entered, waited_s = self.flights.join(
-                flight, key, lineage, request.tokens.tobytes(), attachments, request.wait_ms / 1000, usable
+                flight, key, lineage, request.tokens.tobytes(), attachments, request.wait_ms / 1000, usable, request.limit
             )
         return (flight if entered else 0), waited_s
 
-    def _answer(self, request: m.Match | m.Acquire, found: Found) -> m.Matched:
-        return answers.matched(request.tokens, found, self._promotion.bytes_per_s, self._epoch)
+    def _answer(self, request: m.Match | m.Acquire, found: Found, refusal: str = "") -> m.Matched:
+        return answers.matched(request.tokens, found, self._promotion.bytes_per_s, self._epoch, refusal)
 
     # -- handing over ----------------------------------------------------------------------
 
     def _lease(self, found: Found, lease: int) -> None:
+        """Hold what was found, and no longer what the lease held before."""
+        if lease in self._leased:
+            self.release([lease])
         records = tuple(span.record for span in found.spans)
         deadline = self._warm.clock() + self._options.lease_ttl_s
         for record in records:
@@ -197,6 +214,15 @@ class Acquisition:
         if records:
             self._leased[lease] = records
             self._index.touch(records, hit=True)
+
+    def _swap(self, lease: int, made: Record, parts: Sequence[Record]) -> None:
+        """Hold a packed segment instead of what it was made of; the index lock is held."""
+        for record in parts:
+            record.leases.pop(lease, None)
+            if not record.leases:
+                self._warm.unlend(record)
+        made.leases[lease] = self._warm.clock() + self._options.lease_ttl_s
+        self._leased[lease] = (*self._leased.get(lease, ()), made)
 
     def _promote(self, spans: tuple[Span, ...]) -> tuple[int, Span | None, str]:
         """Promote each span's record; (bytes moved, the span that failed or None, why)."""
@@ -243,6 +269,10 @@ class _Gone(Exception):
 
 def _attachments(request: m.Match | m.Acquire) -> tuple[Attachment, ...]:
     return check_attachments(unpack_attachments(request.attachments), len(request.tokens))
+
+
+def _slower(tokens: int, load_s: float, compute_s: float) -> str:
+    return f"to load {tokens} tokens would take about {load_s:.3g} s, to compute them {compute_s:.3g} s"
 
 
 def _because(answer: m.Matched, *reasons: str) -> m.Matched:

@@ -20,8 +20,9 @@ def load_us(found: Found, bytes_per_s: float) -> int:
     return HANDOVER_US + int(cold / bytes_per_s * 1e6) if found.usable else 0
 
 
-def matched(tokens: Tokens, found: Found, bytes_per_s: float, epoch: int) -> m.Matched:
-    """The reply to a query of ``tokens``; the index lock is held."""
+def matched(tokens: Tokens, found: Found, bytes_per_s: float, epoch: int, refusal: str = "") -> m.Matched:
+    """The reply to a query of ``tokens``, of which more is not offered because of ``refusal``; the
+    index lock is held."""
     stored = found.path.walk.stored if found.path else None
     query = int(tokens[found.matched]) if found.matched < len(tokens) else 0
     cold = any(not span.record.warm for span in found.spans)
@@ -36,14 +37,16 @@ def matched(tokens: Tokens, found: Found, bytes_per_s: float, epoch: int) -> m.M
         diff_position=found.matched if stored is not None else -1,
         diff_query=query if stored is not None else 0,
         diff_stored=stored or 0,
-        reason=reason(len(tokens), found, query, stored),
+        reason=reason(len(tokens), found, query, stored, refusal),
         epoch=epoch,
         groups=np.array(found.groups, "<u8").tobytes(),
     )
 
 
-def reason(length: int, found: Found, query: int, stored: int | None) -> str:
+def reason(length: int, found: Found, query: int, stored: int | None, refusal: str = "") -> str:
     """Why not all of the query is usable."""
+    if refusal:
+        return "; ".join(filter(None, (_difference(length, found, query, stored) if found.matched < length else "", refusal)))
     if found.path is None:
         return "nothing is stored for this model, lineage and owner"
     if found.usable == length:
@@ -80,22 +83,25 @@ def pack_spans(spans: tuple[Span, ...]) -> bytes:
     return table.tobytes()
 
 
-def nearest_difference(identity: Identity, readable: list[Namespace]) -> tuple[str, ...]:
-    """Fields in which the nearest of these namespaces differs; of layers, with the first that does."""
+def nearest_difference(identity: Identity, readable: list[Namespace]) -> tuple[tuple[str, ...], str]:
+    """Fields in which the nearest of these namespaces differs, and the same in words: of layers,
+    which is the first that does."""
     best: tuple[str, ...] = ()
+    said = ""
     for namespace in readable:
         fields = differing_fields(identity, namespace.identity)
         if not fields:
-            return ()
+            return (), ""
         if not best or len(fields) < len(best):
-            best = tuple(_named(name, identity, namespace.identity) for name in fields)
-    return best
+            best = fields
+            said = ", ".join(_named(name, identity, namespace.identity) for name in fields)
+    return best, said
 
 
 def _named(name: str, ours: Identity, theirs: Identity) -> str:
     if name != "layers":
         return name
     if len(ours.layers) != len(theirs.layers):
-        return f"layers ({len(ours.layers)}, stored are {len(theirs.layers)})"
+        return f"layers ({len(ours.layers)} asked for, {len(theirs.layers)} stored)"
     index = next(i for i, pair in enumerate(zip(ours.layers, theirs.layers, strict=True)) if pair[0] != pair[1])
     return f"layers (layer {index})"

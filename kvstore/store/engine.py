@@ -92,7 +92,7 @@ class Engine:
         child it does nothing: lock and environment are its parent's, and unlocking is not undone."""
         if not self.serving:
             return
-        self.interrupt()
+        self.acquisition.flights.interrupt(close=True)
         with self.index.changed:
             if self._closed:
                 return
@@ -108,11 +108,11 @@ class Engine:
         if self.cold is not None:
             self.cold.close()
 
-    def nearest_difference(self, key: NamespaceKey, owner: Owner) -> tuple[str, ...]:
+    def nearest_difference(self, key: NamespaceKey, owner: Owner) -> tuple[tuple[str, ...], str]:
         """Fields in which the nearest namespace this owner may read differs from the one asked
-        for; none where that one is stored, or nothing is."""
+        for, and the same in words; none where that one is stored, or nothing is."""
         with self.index.changed:
             if key in self.index.namespaces:
-                return ()
+                return (), ""
             readable = [item for item in self.index.namespaces.values() if not item.share and item.owner_uid == owner.uid]
         return answers.nearest_difference(owner.identity, readable)

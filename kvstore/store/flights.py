@@ -43,16 +43,17 @@ class Flights:
         self._clock = clock
         self._flights: dict[int, _Flight] = {}
         self._interruptions = 0
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._flights)
 
     def join(
         self, flight: int, key: NamespaceKey, lineage: Lineage, tokens: bytes, attachments: Sequence[Attachment],
-        wait_s: float, usable: Callable[[], int],
+        wait_s: float, usable: Callable[[], int], limit: int = 0,
     ) -> tuple[bool, float]:  # fmt: skip
-        """Wait for twins as long as that promises more than ``usable()`` tokens, at most
-        ``wait_s``. Returns whether ``flight`` was entered as the promise to compute the rest, and
+        """Wait for twins as long as that promises more than ``usable()`` tokens, up to ``limit`` if
+        that is given, and for at most ``wait_s``. Returns whether ``flight`` was entered as the promise to compute the rest, and
         the seconds waited.
 
         A twin that ended without leaving more is not waited for again, nor is another: what it
@@ -60,16 +61,18 @@ class Flights:
         began = self._clock()
         deadline = began + min(wait_s, MAX_WAIT_S)
         mine = tuple(attachments)
+        most = len(tokens) // WIDTH - 1
+        most = min(most, limit) if limit else most
         have, patient = usable(), True
         interruptions = self._interruptions
-        while have < len(tokens) // WIDTH - 1 and self._interruptions == interruptions:
+        while have < most and self._interruptions == interruptions and not self._closed:
             twin, shared = self._nearest(key, lineage, tokens, mine)
-            if twin is None or shared <= have or not patient or self._clock() >= deadline:
+            if twin is None or min(shared, most) <= have or not patient or self._clock() >= deadline:
                 return self._enter(
                     flight, _Flight(key, lineage, tokens, mine, self._clock() + self._ttl_s)
                 ), self._clock() - began
             before = have
-            have = self._await(twin, min(shared, len(tokens) // WIDTH - 1), deadline, usable)
+            have = self._await(twin, min(shared, most), deadline, usable)
             patient = have > before
         return False, self._clock() - began
 
@@ -77,10 +80,11 @@ class Flights:
         """End a flight; an unknown one is ignored. The caller notifies ``Index.changed``."""
         self._flights.pop(flight, None)
 
-    def interrupt(self) -> None:
-        """Let everybody who waits now go on: the store, or the daemon, is about to close."""
+    def interrupt(self, *, close: bool = False) -> None:
+        """Let everybody who waits now go on; with ``close`` nobody waits from now on."""
         with self._index.changed:
             self._interruptions += 1
+            self._closed |= close
             self._index.changed.notify_all()
 
     def _await(self, twin: int, shared: int, deadline: float, usable: Callable[[], int]) -> int:

@@ -36,15 +36,16 @@ class Record:
     """A segment, rows of tokens [start, end), or a state at ``start`` == ``end``; of one namespace
     and lineage, in either tier or both.
 
-    ``extents`` are the rows a segment holds, one range a group of layers; ``fields`` those they
-    were quantised with; ``provides`` what a state is good for. ``packed`` marks a segment made of
-    others, which are on disk instead of it. ``fd`` is the sealed memfd of the warm tier or -1;
-    ``leases`` maps lease id to its deadline."""
+    ``extents`` are the rows a segment holds, one range a group of layers, ``complete`` whether those
+    of layers that need every row are among them; ``fields`` those they were quantised with;
+    ``provides`` what a state is good for. ``packed`` marks a segment made of others, which are on
+    disk instead of it. ``fd`` is the sealed memfd of the warm tier or -1; ``leases`` maps lease id
+    to its deadline."""
 
     __slots__ = (
-        "id", "namespace", "lineage", "start", "end", "extents", "fields", "provides", "packed", "parent", "children", "node",
-        "total_bytes", "payload_bytes", "created_ns", "writer", "fd", "cold", "cold_error", "cold_children", "warm_children",
-        "last_used", "hits", "pinned_until_ns", "leases", "promotion", "anchors", "gone",
+        "id", "namespace", "lineage", "start", "end", "complete", "extents", "fields", "provides", "packed", "parent", "children",
+        "node", "total_bytes", "payload_bytes", "created_ns", "writer", "fd", "cold", "cold_error", "cold_children",
+        "warm_children", "last_used", "hits", "pinned_until_ns", "leases", "promotion", "anchors", "gone",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +59,8 @@ class Record:
         self.start = start
         self.end = end
         self.extents = coverage.extents
+        groups = namespace.needs.groups
+        self.complete = any(group.whole and last for group, (_, last) in zip(groups, coverage.extents, strict=False))
         self.fields = coverage.fields
         self.provides = provides
         self.packed = packed
@@ -104,7 +107,7 @@ class Namespace:
         self.needs = needs_of_model(identity.layers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Found:
     """Answer of the index to a query: how much agrees, how far all that every token needs is
     held without a gap, where one can resume, and the records to resume from: segments by their
@@ -233,6 +236,7 @@ class Index:
         asked = list(dict.fromkeys(records))
         states = [record for record in asked if record.is_state]
         segments = {link for record in asked for link in self.chain_of(record) if not link.is_state}
+        segments.update(item for record in asked if record.packed for item in _beneath(record))
         shared = [state for link in segments for state in link.children if state.is_state and self._branches(state)]
         ordered = sorted(segments, key=lambda record: (-record.end, -record.start))
         for record in dict.fromkeys([*ordered, *(item for item in shared if item not in states), *states]):
@@ -290,3 +294,11 @@ class Index:
                     node = pending.pop()
                     yield node
                     pending.extend(node.children.values())
+
+
+def _beneath(packed: Record) -> Iterator[Record]:
+    """Segments that hold rows of a packed one too: what it was made of."""
+    node = packed.node
+    while node is not None and node.end > packed.start:
+        yield from (record for record in node.records if not record.packed)
+        node = node.parent

@@ -293,7 +293,7 @@ class Intake:
         """A record that already holds all that would arrive."""
         header = arrival.header
         same = self._index.records.get(header.id)
-        if same is not None:
+        if same is not None and not same.packed:
             return same
         fields = b"".join(arrival.coverage.fields) if arrival.coverage.fields else None
         path = self._index.path(header.namespace, header.lineage, tokens, attachments, fields)

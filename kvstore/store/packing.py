@@ -31,6 +31,8 @@ MAX_SEGMENTS = 64
 #: Bytes of one packed segment, within a quarter of the budget: it needs that much room beside
 #: what it is made of.
 MAX_PACK_BYTES = 512 << 20
+#: Parts of one packed segment: they give way under the index lock, some 20 us each.
+MAX_PARTS = 512
 WRITER = "warmkv pack 1"
 
 
@@ -83,9 +85,11 @@ def runs(spans: Sequence[Span], max_bytes: int) -> Iterator[list[Record]]:
     run: list[Record] = []
     size = 0
     for record in segments:
+        if _beside(record):
+            continue
         fits = _packable(record) and (not record.warm or (crowded and (stale or not record.packed)))
-        joins = fits and (not run or (run[-1].start < record.start <= run[-1].end and run[-1].warm == record.warm))
-        if not joins or size + record.total_bytes > max_bytes:
+        joins = fits and (not run or _continues(run[-1], record))
+        if not joins or size + record.total_bytes > max_bytes or len(run) == MAX_PARTS:
             if len(run) > 1:
                 yield run
             run, size = [], 0
@@ -96,20 +100,35 @@ def runs(spans: Sequence[Span], max_bytes: int) -> Iterator[list[Record]]:
         yield run
 
 
+def _beside(record: Record) -> bool:
+    """Whether a segment holds only rows that not every token needs: others go on along it."""
+    groups = record.namespace.needs.groups
+    return any(group.whole and not last for group, (_, last) in zip(groups, record.extents, strict=True))
+
+
 def _packable(record: Record) -> bool:
     return not record.fields and not record.gone and (record.warm or record.cold == Cold.STORED)
 
 
-def plan(run: Sequence[Record], parent: RecordId, tokens: bytes, attachments: tuple[Attachment, ...]) -> Pack | None:
-    """The segment that packs a run which ends with ``tokens``; None where rows that every token
-    needs would be missing. Hashes, hence wants the index lock free."""
+def _continues(above: Record, record: Record) -> bool:
+    """Whether two segments can be one: neighbours in one tier and under one pin, so that nothing is
+    kept longer than it was; and if nothing but memory holds them, no other prompt parts from the
+    first: what is forgotten of one would stay for the other."""
+    if not (above.start < record.start <= above.end and above.warm == record.warm):
+        return False
+    if above.pinned_until_ns != record.pinned_until_ns:
+        return False
+    return above.cold != Cold.ABSENT or all(child.is_state or child is record for child in above.children)
+
+
+def plan(run: Sequence[Record], parent: RecordId, tokens: bytes, attachments: tuple[Attachment, ...]) -> Pack:
+    """The segment that packs a run which ends with ``tokens``. Hashes, hence wants the index lock
+    free."""
     first, last = run[0], run[-1]
     needs = first.namespace.needs
     ends = [*(record.start for record in run[1:]), last.end]
     parts = tuple(Part(record, record.start, end) for record, end in zip(run, ends, strict=True))
     extents = tuple(_joined(parts, number) for number in range(len(needs.groups)))
-    if any(group.whole and extent != (first.start, last.end) for group, extent in zip(needs.groups, extents, strict=True)):
-        return None
     planes, payload_bytes = container.layout(_planes(first, needs, extents))
     whole = np.frombuffer(tokens, "<u4")
     header = container.SegmentHeader(
@@ -185,7 +204,6 @@ class Packer:
         wanted = sum(plane.total_bytes for plane in pack.header.planes)
         if self._written_bytes != wanted:
             raise FormatError(f"{self._written_bytes} bytes of rows came for a packed segment of {wanted}")
-        self._fill_gaps()
         view = memoryview(memfd.map_private(self._fd, pack.total_bytes))
         digests = container.payload_digests(view[pack.head_bytes :])
         view.release()
@@ -193,10 +211,6 @@ class Packer:
         memfd.seal(self._fd)
         fd, self._fd = self._fd, -1
         return fd
-
-    def _fill_gaps(self) -> None:
-        """Every page of a container is allocated: readers refuse sparse ones."""
-        os.posix_fallocate(self._fd, 0, self._pack.total_bytes)
 
     def close(self) -> None:
         """Drop what was written, unless it was finished. Idempotent."""

@@ -6,7 +6,8 @@ states once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,15 +15,20 @@ from warmkv.kvstore import resume
 from warmkv.kvstore.needs import ModelNeeds, Provides
 from warmkv.kvstore.resume import Const, Exact, Held, Intervals, Need, Trimmable
 from warmkv.kvstore.store.radix import Node, Walk
-from warmkv.schema.records import ID_BYTES, NO_FIELD, Anchor, AnchorKind, Attachment
+from warmkv.schema.records import ID_BYTES, NO_FIELD, Anchor, Attachment
 
 if TYPE_CHECKING:
     from warmkv.kvstore.store.index import Record
 
+#: What two sets of flags share, as a number: of the operators of IntFlag each makes a new member,
+#: which for every state of a path takes longer than all the rest.
+_bits = int.__and__
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Span:
-    """Tokens [start, end) for which rows are taken from a segment; of a state its position."""
+    """Tokens [start, end) for which rows are taken from a segment; of a state its position. Not
+    frozen: there is one for each segment of an answer, and freezing makes three times the work."""
 
     record: Record
     start: int
@@ -39,33 +45,46 @@ class Path:
         self.walk = walk
         self.length = length
         self._needs = needs
+        self._stateful = bool(needs.exact or needs.trimmable or needs.constant)
         self._attachments = attachments
         self._fields: frozenset[bytes] | None = None
         if fields is not None:
             cut = range(0, len(fields), ID_BYTES)
             self._fields = frozenset(fields[at : at + ID_BYTES] for at in cut) or frozenset({NO_FIELD})
-        self._rows: list[Held] = [self._held_rows(number, group.whole) for number, group in enumerate(needs.groups)]
+        #: Up to where the rows that every token needs are held; where no layer needs such, None.
+        self._run: int | None = None
+        self._rows: list[Held] = []
+        for number, group in enumerate(needs.groups):
+            if group.whole:
+                self._run = self._whole_run()
+                self._rows.append(Held(Intervals.until(self._run)))
+            else:
+                self._rows.append(Held(Intervals(self._ranges(number))))
 
     # -- what is held ----------------------------------------------------------------------
 
-    def _held_rows(self, group: int, whole: bool) -> Held:
-        """Rows of a group along the walk; of one that needs all of them only the run from 0."""
-        found: list[tuple[int, int]] = []
-        matched, at = self.walk.matched, 0
+    def _whole_run(self) -> int:
+        """How far all rows from the first on are held, of layers that need them all."""
+        fields = self._fields
         for node in self.walk.nodes:
-            stop = node.end if node.end < matched else matched
-            start = node.start
+            for record in node.records:
+                if record.complete and (fields is None or record.fields <= fields):
+                    break
+            else:
+                return node.start
+        return self.walk.matched
+
+    def _ranges(self, group: int) -> list[tuple[int, int]]:
+        """Rows of a group that are held along the walk."""
+        matched, fields = self.walk.matched, self._fields
+        found: list[tuple[int, int]] = []
+        for node in self.walk.nodes:
+            start, stop = node.start, node.end if node.end < matched else matched
             for record in node.records:
                 first, last = record.extents[group]
-                if last and (self._fields is None or record.fields <= self._fields):
-                    if whole:
-                        at = stop
-                        break
-                    found.append((max(first, start), min(last, stop)))
-            else:
-                if whole:
-                    break
-        return Held(Intervals([(0, at)] if whole else found))
+                if last and (fields is None or record.fields <= fields):
+                    found.append((first if first > start else start, last if last < stop else stop))
+        return found
 
     def states(self, flag: Provides) -> Iterator[Record]:
         """States along the walk that are good for this, shallowest first."""
@@ -74,8 +93,15 @@ class Path:
             for position, _, record in node.states:
                 if position > matched:
                     return
-                if record.provides & flag:
+                if _bits(record.provides, flag):
                     yield record
+
+    def _states_at(self, position: int, flag: Provides) -> list[Record]:
+        """States at a position that are good for this."""
+        for node in reversed(self.walk.nodes):
+            if node.start < position:
+                return [record for at, _, record in node.states if at == position and _bits(record.provides, flag)]
+        return []
 
     def _agrees(self) -> int:
         """How far the query agrees with some state that can be cut back."""
@@ -105,12 +131,14 @@ class Path:
 
     def usable(self, limit: int, *, logits: bool = False) -> int:
         """Where one can resume, at ``limit`` or before it."""
-        needs = [(group.need, held) for group, held in zip(self._needs.groups, self._rows, strict=True)]
+        needs: list[tuple[Need, Held]] = [(group.need, held) for group, held in zip(self._needs.groups, self._rows, strict=True)]
+        if self._stateful:
+            needs += self._state_needs()
         matched = min(self.walk.matched, limit)
         parked: tuple[int, ...] = ()
         if logits and matched == self.length:
             parked = tuple(record.end for record in self.states(Provides.LOGITS) if record.end == matched)
-        return resume.usable([*needs, *self._state_needs()], matched, self.length, self._attachments, parked)
+        return resume.usable(needs, matched, self.length, self._attachments, parked)
 
     def usable_by_layer(self) -> tuple[tuple[int, int], ...]:
         """(layer, where it alone could resume), a layer for each group and each kind of state."""
@@ -126,8 +154,9 @@ class Path:
     def held(self) -> int:
         """Up to where all that every token needs is held without a gap, not inside an attachment.
         Where no layer needs all rows that is what is stored of the tokens."""
-        runs = [held.rows.run_end(0) for group, held in zip(self._needs.groups, self._rows, strict=True) if group.whole]
-        run = min(runs) if runs else self._covered()
+        run = self._covered() if self._run is None else self._run
+        if not self._attachments:
+            return run
         return next((item.start for item in self._attachments if item.start < run < item.end), run)
 
     def _covered(self) -> int:
@@ -162,14 +191,19 @@ class Path:
 
     def anchors(self) -> tuple[Anchor, ...]:
         """Named positions along the walk."""
-        seen: dict[tuple[int, AnchorKind], Anchor] = {}
+        found: list[Anchor] = []
+        matched, before = self.walk.matched, 0
         for node in self.walk.nodes:
             for record in node.records:
                 if record.anchors:
-                    for place, anchor in record.anchors.items():
-                        if node.start < place[0] <= min(node.end, self.walk.matched):
-                            seen[place] = anchor
-        return tuple(seen[place] for place in sorted(seen))
+                    for anchor in record.anchors.values():
+                        if node.start < anchor.position <= node.end and anchor.position <= matched:
+                            found.append(anchor)
+            if len(found) > before + 1:
+                places = {(anchor.position, int(anchor.kind)): anchor for anchor in found[before:]}
+                found[before:] = [places[place] for place in sorted(places)]
+            before = len(found)
+        return tuple(found)
 
     # -- records ---------------------------------------------------------------------------
 
@@ -189,13 +223,17 @@ class Path:
 
     def windows(self, position: int) -> list[Record]:
         """Segments that hold the rows to resume at a position of the layers that do not need all
-        of them, as far as they are held."""
-        taken: dict[Record, Span] = {}
+        of them, as far as they are held; of the same rows those that packed ones were made of."""
+        found: dict[Record, None] = {}
         for number, (group, held) in enumerate(zip(self._needs.groups, self._rows, strict=True)):
             for start, end in () if group.whole else group.need.required(position):
-                if held.rows.covers(start, end):
-                    self._select_rows(number, start, end, taken)
-        return list(taken)
+                while end > start and held.rows.covers(start, end):
+                    node = next(node for node in self.walk.nodes if node.start < end <= node.end)
+                    having = [record for record in node.records if record.extents[number][0] < end <= record.extents[number][1]]
+                    best = min(having, key=lambda record: (record.packed, record.extents[number][0]))
+                    found[best] = None
+                    end = best.extents[number][0]
+        return list(found)
 
     def along(self) -> list[Record]:
         """Segments that end, and states that lie, on the walk."""
@@ -219,9 +257,14 @@ class Path:
             return ()
         taken: dict[Record, Span] = {}
         for number, group in enumerate(self._needs.groups):
+            if group.whole:
+                self._select_whole(number, usable, taken)
+                continue
             for start, end in group.need.required(usable):
                 self._select_rows(number, start, end, taken)
-        spans = sorted(taken.values(), key=lambda span: (span.record.start, span.start))
+        spans = [*reversed(taken.values())]
+        if len(self._needs.groups) != 1 or not self._needs.groups[0].whole:
+            spans.sort(key=lambda span: (span.record.start, span.start))
         if not (self._stateful or self.walk.nodes[-1].states):
             return tuple(spans)
         states = [Span(record, record.end, record.end) for record in self._select_states(usable)]
@@ -236,54 +279,59 @@ class Path:
         spans += [taken.get(link) or Span(link, usable, usable) for link in proof]
         return (*spans, *states, Span(blob, blob.end, blob.end))
 
-    @property
-    def _stateful(self) -> bool:
-        return bool(self._needs.exact or self._needs.trimmable or self._needs.constant)
+    def _select_whole(self, group: int, end: int, taken: dict[Record, Span]) -> None:
+        """Take rows [0, end) of a group that needs them all from segments, the last rows first."""
+        span, begin = None, end
+        for node in reversed(self.walk.nodes):
+            if node.start < end:
+                records = node.records
+                best = records[0] if len(records) == 1 else _best_rows(records, group, begin, taken)
+                if span is None or span.record is not best:
+                    span = taken[best] = Span(best, node.start, begin)
+                begin = span.start = node.start
 
     def _select_rows(self, group: int, start: int, end: int, taken: dict[Record, Span]) -> None:
-        nodes = self.walk.nodes
-        at = len(nodes) - 1
-        while end > start:
-            while nodes[at].start >= end:
-                at -= 1
-            best: Record | None = None
-            key = (True, True, end)
-            for record in nodes[at].records:
-                first, last = record.extents[group]
-                if first < end <= last:
-                    mine = (record not in taken, not record.warm, first)
-                    if best is None or mine < key:
-                        best, key = record, mine
-            assert best is not None
-            begin = max(start, best.extents[group][0])
-            old = taken.get(best)
-            taken[best] = Span(best, begin, end) if old is None else Span(best, min(old.start, begin), max(old.end, end))
-            end = begin
+        """Take rows [start, end) of a group from segments, the last rows first, each segment once."""
+        others = bool(taken)
+        for node in reversed(self.walk.nodes):
+            while node.start < end > start:
+                records = node.records
+                best = records[0] if len(records) == 1 else _best_rows(records, group, end, taken)
+                first = best.extents[group][0]
+                begin = first if first > start else start
+                old = taken.get(best) if others else None
+                taken[best] = Span(best, begin, end) if old is None else Span(best, min(old.start, begin), max(old.end, end))
+                end = begin
 
     def _select_states(self, usable: int) -> list[Record]:
         wanted: list[Record] = []
         if self._needs.exact:
-            wanted.append(self._best(record for record in self.states(Provides.EXACT) if record.end == usable))
+            wanted.append(self._best(self._states_at(usable, Provides.EXACT)))
         if self._needs.constant:
             for item in self._attachments:
                 if item.end <= usable:
-                    wanted.append(self._best(r for r in self.states(Provides.CONSTANT) if r.end == item.end))
+                    wanted.append(self._best(self._states_at(item.end, Provides.CONSTANT)))
         if usable == self.length:
-            wanted.append(self._best(record for record in self.states(Provides.LOGITS) if record.end == usable))
+            wanted.append(self._best(self._states_at(usable, Provides.LOGITS)))
         return list(dict.fromkeys(wanted))
 
     def _trimmable(self, usable: int) -> Record:
-        """A state that can be cut back to ``usable``: on the way if there is one, else below it."""
-        for node in reversed(self.walk.nodes):
-            if node.trimmable and node.end >= usable:
-                found = _first_trimmable(node, usable)
-                if found is not None:
-                    return found
-        raise AssertionError(f"no state can be cut back to {usable}")
+        """A state that can be cut back to ``usable``, the nearest: what proves it is then short."""
+        node = next(node for node in self.walk.nodes if node.start < usable <= node.end)
+        found = _first_trimmable(node, usable)
+        if found is None:
+            raise AssertionError(f"no state can be cut back to {usable}")
+        return found
 
     @staticmethod
-    def _best(records: Iterator[Record]) -> Record:
-        return min(records, key=lambda record: (not record.warm, record.total_bytes))
+    def _best(records: Iterable[Record]) -> Record:
+        return min(records, key=lambda record: (not record.warm, -record.provides.bit_count(), record.total_bytes))
+
+
+def _best_rows(records: Iterable[Record], group: int, end: int, taken: Container[Record]) -> Record:
+    """Of segments that lie side by side the one to take the row before ``end`` from."""
+    holding = [record for record in records if record.extents[group][0] < end <= record.extents[group][1]]
+    return min(holding, key=lambda record: (record not in taken, not record.warm, record.extents[group][0]))
 
 
 def _chain(record: Record | None) -> list[Record]:
@@ -295,12 +343,17 @@ def _chain(record: Record | None) -> list[Record]:
 
 
 def _first_trimmable(node: Node[Record], position: int) -> Record | None:
-    """The nearest state at or behind ``position`` at this node or below it that can be cut back."""
-    pending = [node]
+    """A state at or behind ``position``, at this node or as little below it as may be, that can be
+    cut back."""
+    pending = [(node.start, 0, node)]
+    count = 1
     while pending:
-        current = pending.pop()
+        _, _, current = heapq.heappop(pending)
         for at, trimmable, record in current.states:
             if trimmable and at >= position:
                 return record
-        pending.extend(child for child in current.children.values() if child.trimmable)
+        for child in current.children.values():
+            if child.trimmable:
+                heapq.heappush(pending, (child.start, count, child))
+                count += 1
     return None

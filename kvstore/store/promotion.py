@@ -11,7 +11,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from warmkv.kvstore import memfd
@@ -26,6 +26,9 @@ from warmkv.schema.errors import DescriptorLimit, FormatError, OfferAgain, Store
 from warmkv.schema.records import ROOT
 
 log = logging.getLogger(__name__)
+
+#: Told of a packed segment and of what it was made of, see `Promotion.pack`.
+Swap = Callable[[Record, Sequence[Record]], None]
 
 
 class Promotion:
@@ -53,21 +56,33 @@ class Promotion:
             self._warm.reap()
         return 0 if cold is None else self._copy(record, cold)
 
-    def pack(self, spans: Sequence[Span]) -> tuple[int, str]:
-        """Pack what of these is worth it, see `packing`; bytes of packed segments made, and what
-        went wrong: then everything is as before, or a bad record was quarantined."""
-        made, trouble = 0, ""
-        limit = min(packing.MAX_PACK_BYTES, self._warm.ledger.budget_bytes // 4)
-        for run in list(packing.runs(spans, limit)):
+    def pack(self, spans: Sequence[Span], swap: Swap) -> tuple[int, str]:
+        """Pack what of these is worth it, see `packing`; bytes of packed segments made, and what was
+        wrong with a record that was quarantined on the way.
+
+        ``swap`` gets each packed segment and what it was made of, the lock held, before any of that
+        may go: the leases of who asked belong on the packed one now. Where there is no room, no
+        descriptor or no disk, packing ends: whoever promotes one by one meets the same and tells."""
+        made = 0
+        for run in self._runs(spans):
             try:
-                made += self._pack(run)
-            except (StoreError, FormatError) as exc:
-                trouble = str(exc)
+                made += self._pack(run, swap)
+            except FormatError as exc:
+                return made, str(exc)
+            except StoreError:
+                break
             finally:
                 self._warm.reap()
-        return made, trouble
+        return made, ""
 
-    def _pack(self, run: list[Record]) -> int:
+    def left_by_packing(self, spans: Sequence[Span]) -> int:
+        """How many records there are to hand over once these are packed."""
+        return len(spans) - sum(len(run) - 1 for run in self._runs(spans))
+
+    def _runs(self, spans: Sequence[Span]) -> list[list[Record]]:
+        return list(packing.runs(spans, min(packing.MAX_PACK_BYTES, self._warm.ledger.budget_bytes // 4)))
+
+    def _pack(self, run: list[Record], swap: Swap) -> int:
         """Pack one run, once however many ask: who comes second does nothing here."""
         with self._index.changed:
             last = run[-1]
@@ -75,66 +90,68 @@ class Promotion:
                 return 0
             for record in run:
                 record.promotion = self
-            parent = run[0].parent
+            parent, from_disk = run[0].parent, not any(record.warm for record in run)
             tokens, attachments = last.namespace.trees[last.lineage].prefix(last.node, last.end)
-        fd, held = -1, [-1] * len(run)
+        fd, began = -1, time.monotonic()
         pack: packing.Pack | None = None
-        began = time.monotonic()
         try:
             pack = packing.plan(run, parent.id if parent is not None else ROOT, tokens, attachments)
-            if pack is None or not self._reserve_pack(pack, held):
-                return 0
-            fd = self._write_pack(pack, held)
+            if self._reserve_pack(pack):
+                fd = self._write_pack(pack)
         finally:
-            admitted = self._publish_pack(run, pack, fd)
-            from_disk = not any(own >= 0 for own in held)
-            for own in held:
-                if own >= 0:
-                    os.close(own)
-        if from_disk:
+            admitted = self._publish_pack(run, pack, fd, swap)
+        if admitted and from_disk:
             self._note_speed(pack.total_bytes, time.monotonic() - began)
         return pack.total_bytes if admitted else 0
 
-    def _reserve_pack(self, pack: packing.Pack, held: list[int]) -> bool:
-        """Make room, and fill in descriptors of the parts that are in memory; False where the
-        same segment is there already."""
+    def _reserve_pack(self, pack: packing.Pack) -> bool:
+        """Make room; False where the same segment is there already."""
         with self._index.changed:
             if pack.header.id in self._index.records:
                 return False
-            records = [part.record for part in pack.parts]
-            self._warm.make_room(pack.total_bytes, records[-1])
-            if any(record.gone or not (record.warm or record.cold == Cold.STORED) for record in records):
-                raise OfferAgain("a segment was dropped while room was made to pack it")
-            try:
-                for number, record in enumerate(records):
-                    held[number] = fcntl.fcntl(record.fd, fcntl.F_DUPFD_CLOEXEC, 0) if record.warm else -1
-            except OSError as exc:
-                raise DescriptorLimit("no descriptor left to pack segments") from exc
+            # Segments from memory are packed if it can be had at once: they are of use as they are.
+            self._warm.make_room(pack.total_bytes, pack.parts[-1].record, wait=not pack.parts[-1].record.warm)
             self._warm.ledger.promoting_bytes += pack.total_bytes
             self._warm.ledger.promoting_entries += 1
             self._warm.ledger.note_peak()
             pack.reserved = True
         return True
 
-    def _write_pack(self, pack: packing.Pack, held: list[int]) -> int:
+    def _write_pack(self, pack: packing.Pack) -> int:
         packer = packing.Packer(pack)
         try:
-            for part, own in zip(pack.parts, held, strict=True):
-                try:
-                    if own >= 0:
-                        view = memoryview(memfd.map_private(own, part.record.total_bytes))
-                        head = container.decode_head(view, len(view))
-                        packer.place(part, head.header, 0, view[head.payload_offset :])
-                    elif self._cold is not None:
-                        self._cold.read(part.record.id, partial(packer.place, part))
-                except FormatError as exc:
-                    self.quarantine(part.record, str(exc))
-                    raise
+            for part in pack.parts:
+                self._copy_part(part, packer)
             return packer.finish()
         finally:
             packer.close()
 
-    def _publish_pack(self, run: list[Record], pack: packing.Pack | None, fd: int) -> bool:
+    def _copy_part(self, part: packing.Part, packer: packing.Packer) -> None:
+        """From memory or, where it is not there, from disk. One descriptor at a time: a long run
+        has more parts than a process may have of them."""
+        record, own = part.record, -1
+        with self._index.changed:
+            if record.gone:
+                raise OfferAgain("a segment was dropped while it was packed")
+            try:
+                own = fcntl.fcntl(record.fd, fcntl.F_DUPFD_CLOEXEC, 0) if record.warm else -1
+            except OSError as exc:
+                raise DescriptorLimit("no descriptor left to pack segments") from exc
+        if own >= 0:
+            try:
+                view = memoryview(memfd.map_private(own, record.total_bytes))
+            finally:
+                os.close(own)
+            head = container.decode_head(view, len(view))
+            packer.place(part, head.header, 0, view[head.payload_offset :])
+        elif self._cold is not None:
+            try:
+                self._cold.read(record.id, partial(packer.place, part))
+            except FormatError as exc:
+                self.quarantine(record, str(exc))
+                raise
+
+    def _publish_pack(self, run: list[Record], pack: packing.Pack | None, fd: int, swap: Swap) -> bool:
         """Give back the budget, enter the packed segment, then let go of what it replaces."""
         admitted = False
         with self._index.changed:
@@ -148,37 +165,37 @@ class Promotion:
                 self.packed += 1
                 self.count += bool(cold)
                 self.total_bytes += sum(record.total_bytes for record in cold)
-                self._admit_pack(pack, fd)
-                self._replace(pack)
+                made = self._admit_pack(pack, fd)
+                swap(made, run)
+                self._replace(pack, made)
             self._finish(*run)
         if fd >= 0 and not admitted:
             os.close(fd)
         return admitted
 
-    def _admit_pack(self, pack: packing.Pack, fd: int) -> None:
+    def _admit_pack(self, pack: packing.Pack, fd: int) -> Record:
         first, header = pack.parts[0].record, pack.header
         made = Record(
             header.id, first.namespace, header.lineage, header.start, header.end, pack.total_bytes, pack.payload_bytes,
             header.created_ns, header.writer, coverage=pack.coverage, packed=True,
         )  # fmt: skip
-        records = [part.record for part in pack.parts]
-        made.pinned_until_ns = min(record.pinned_until_ns for record in records)
+        made.pinned_until_ns = max(part.record.pinned_until_ns for part in pack.parts)
         self._index.add(made, first.parent, pack.tokens, pack.attachments)
         self._warm.admit(made, fd)
         self._index.touch([made])
+        return made
 
-    def _replace(self, pack: packing.Pack) -> None:
-        """What is on disk as well leaves the warm tier; without a disk, what is wholly packed
-        leaves the index, and what builds on it builds on the packed segment."""
-        made = self._index.records[pack.header.id]
+    def _replace(self, pack: packing.Pack, made: Record) -> None:
+        """What is on disk as well leaves the warm tier, an older packed segment too; without a disk
+        what is wholly packed leaves the index, and what builds on it builds on the new one."""
         for part in reversed(pack.parts):
             record = part.record
             if not record.warm or self._warm.leased(record) or not pack.replaces(part):
                 continue
-            if record.cold == Cold.STORED:
-                self._warm.evict(record)
-            elif self._writer is None:
+            if self._writer is None:
                 self._index.adopt(made, record)
+                self._warm.evict(record)
+            elif record.cold == Cold.STORED or (record.packed and record.cold == Cold.ABSENT and not record.children):
                 self._warm.evict(record)
 
     def _begin(self, record: Record) -> ColdTier | None:

@@ -9,7 +9,7 @@ no record.
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -25,10 +25,13 @@ State = tuple[int, bool, R]
 
 class Node(Generic[R]):
     """Tokens [start, end) below ``parent``. ``key`` is its key among the parent's children;
-    ``states`` are (position, can be cut back, record) in order; ``trimmable`` counts those here and
-    below that can be cut back."""
+    ``only`` is the child where there is a single one, which most nodes of conversations have, and no
+    attachment begins with it: it is tried without a look into ``children``. ``states`` are (position,
+    can be cut back, record) in order; ``trimmable`` counts those here and below that can be cut back."""
 
-    __slots__ = ("parent", "key", "start", "end", "edge", "children", "records", "attachment", "states", "trimmable")
+    __slots__ = (
+        "parent", "key", "start", "end", "edge", "children", "only", "records", "attachment", "states", "trimmable",
+    )  # fmt: skip
 
     def __init__(self, parent: Node[R] | None, key: bytes, start: int, edge: bytes, attachment: Attachment | None) -> None:
         self.parent = parent
@@ -37,13 +40,30 @@ class Node(Generic[R]):
         self.end = start + len(edge) // WIDTH
         self.edge = edge
         self.children: dict[bytes, Node[R]] = {}
-        self.records: list[R] = []
+        self.only: Node[R] | None = None
+        self.records: tuple[R, ...] = ()
         self.attachment = attachment
-        self.states: list[State[R]] = []
+        self.states: tuple[State[R], ...] = ()
         self.trimmable = 0
 
+    def hang(self) -> None:
+        """Enter the node among its parent's children, in the place of one with the same key."""
+        assert self.parent is not None
+        self.parent.children[self.key] = self
+        self.parent._note_only()
 
-@dataclass(frozen=True, slots=True)
+    def unhang(self) -> None:
+        """Take the node off its parent."""
+        assert self.parent is not None
+        del self.parent.children[self.key]
+        self.parent._note_only()
+
+    def _note_only(self) -> None:
+        child = next(iter(self.children.values())) if len(self.children) == 1 else None
+        self.only = child if child is not None and child.attachment is None else None
+
+
+@dataclass(slots=True)
 class Walk(Generic[R]):
     """Nodes along a query, the last perhaps only in part; ``matched`` tokens agree. ``stored``
     is the id found where the query differs, None where nothing more is stored."""
@@ -70,15 +90,22 @@ class RadixTree(Generic[R]):
         node, at, end = self.root, 0, len(tokens)
         pending = list(reversed(attachments))
         while at < end:
-            here = pending.pop() if pending and pending[-1].start * WIDTH == at else None
-            child = node.children.get(key_of(tokens[at : at + WIDTH], here))
+            child = node.only
+            if child is not None and not pending and tokens.startswith(edge := child.edge, at):
+                path.append(child)
+                node, at = child, at + len(edge)
+                continue
+            key = tokens[at : at + WIDTH]
+            if pending and pending[-1].start * WIDTH == at:
+                key = key_of(key, pending.pop())
+            child = node.children.get(key)
             if child is None:
                 return Walk(tuple(path), at // WIDTH, _first_stored(node))
-            edge, stop = child.edge, at + len(child.edge)
+            edge = child.edge
+            stop = at + len(edge)
             path.append(child)
-            cap = pending[-1].start * WIDTH if pending else end
-            if stop > cap or not tokens.startswith(edge, at):
-                same = common_tokens(tokens, at, min(cap, end), edge)
+            if (pending and stop > pending[-1].start * WIDTH) or not tokens.startswith(edge, at):
+                same = common_tokens(tokens, at, min(pending[-1].start * WIDTH, end) if pending else end, edge)
                 differs = same * WIDTH < len(edge) and at + same * WIDTH < end
                 stored = int.from_bytes(edge[same * WIDTH : same * WIDTH + WIDTH], "little") if differs else None
                 return Walk(tuple(path), at // WIDTH + same, stored)
@@ -100,7 +127,7 @@ class RadixTree(Generic[R]):
             stop = ordered[0].start if ordered else end
             edge = tokens[at * WIDTH : stop * WIDTH]
             child = Node(node, key_of(edge[:WIDTH], here), at, edge, here)
-            node.children[child.key] = child
+            child.hang()
             self.nodes += 1
             node, at = child, stop
         self._attach(node, start, record)
@@ -111,18 +138,18 @@ class RadixTree(Generic[R]):
         while node.parent is not None and node.end > start:
             if node.start < start:
                 self._split(node, start)
-            node.records.append(record)
+            node.records = (*node.records, record)
             node = node.parent
 
     def remove(self, bottom: Node[R], start: int, record: R) -> None:
         """Take ``record`` off the nodes from ``bottom`` up to ``start`` and prune what is empty."""
         node: Node[R] | None = bottom
         while node is not None and node.parent is not None and node.end > start:
-            node.records.remove(record)
+            node.records = tuple(item for item in node.records if item != record)
             node = node.parent
         node = bottom
         while node.parent is not None and not node.records and not node.children:
-            del node.parent.children[node.key]
+            node.unhang()
             self.nodes -= 1
             node = node.parent
         while node.parent is not None and node.end >= start:
@@ -131,13 +158,14 @@ class RadixTree(Generic[R]):
     def add_state(self, bottom: Node[R], position: int, record: R, *, trimmable: bool) -> None:
         """Enter a state on the path from the root to ``bottom``."""
         node = self.node_at(bottom, position)
-        insort(node.states, (position, trimmable, record), key=_position)
+        at = bisect_right(node.states, position, key=_position)
+        node.states = (*node.states[:at], (position, trimmable, record), *node.states[at:])
         self._count(node, trimmable)
 
     def remove_state(self, bottom: Node[R], position: int, record: R, *, trimmable: bool) -> None:
         """Take a state off again."""
         node = self.node_at(bottom, position)
-        node.states.remove((position, trimmable, record))
+        node.states = tuple(item for item in node.states if item != (position, trimmable, record))
         self._count(node, -int(trimmable))
 
     def node_at(self, bottom: Node[R], position: int) -> Node[R]:
@@ -163,7 +191,7 @@ class RadixTree(Generic[R]):
         child.parent, child.key, child.attachment = node.parent, node.key, node.attachment
         child.start, child.edge = node.start, node.edge + child.edge
         child.states, child.trimmable = node.states + child.states, node.trimmable
-        child.parent.children[child.key] = child
+        child.hang()
         self.nodes -= 1
         return child
 
@@ -185,14 +213,14 @@ class RadixTree(Generic[R]):
         cut = (at - node.start) * WIDTH
         assert node.parent is not None
         upper: Node[R] = Node(node.parent, node.key, node.start, node.edge[:cut], node.attachment)
-        upper.records = list(node.records)
+        upper.records = node.records
         upper.states, node.states = _cut_states(node.states, at)
         upper.trimmable = node.trimmable
         node.trimmable -= sum(trimmable for _, trimmable, _ in upper.states)
-        node.parent.children[upper.key] = upper
+        upper.hang()
         node.parent, node.attachment, node.start, node.edge = upper, None, at, node.edge[cut:]
         node.key = node.edge[:WIDTH]
-        upper.children[node.key] = node
+        node.hang()
         self.nodes += 1
         return upper
 
@@ -201,7 +229,7 @@ def _position(item: State[R]) -> int:
     return item[0]
 
 
-def _cut_states(states: list[State[R]], at: int) -> tuple[list[State[R]], list[State[R]]]:
+def _cut_states(states: tuple[State[R], ...], at: int) -> tuple[tuple[State[R], ...], tuple[State[R], ...]]:
     cut = bisect_right(states, at, key=_position)
     return states[:cut], states[cut:]
 

@@ -64,8 +64,8 @@ class Removal:
             path = self._index.path(request.namespace, Lineage(request.lineage), request.tokens.tobytes(), attachments)
             held = path.held() if path is not None else 0
             record = path.covering(held) if path is not None and held else None
-            states = [item for item in path.along() if item.is_state] if path is not None else []
-            for link in {*(self._index.chain_of(record) if record else ()), *states}:
+            beside = [item for item in path.along() if item.is_state or item.packed] if path is not None else []
+            for link in {*(self._index.chain_of(record) if record else ()), *beside}:
                 link.pinned_until_ns = min(until, 2**63 - 1)
                 self._index.touched.add(link)
             self._index.changed.notify_all()

@@ -162,10 +162,10 @@ class LocalSession:
             owner = self._owners.get(key)
         if owner is None:
             return reply
-        fields = self._engine.nearest_difference(key, owner)
+        fields, said = self._engine.nearest_difference(key, owner)
         if not fields:
             return reply
-        reason = f"nothing is stored for this model; the nearest one stored differs in {', '.join(fields)}"
+        reason = f"nothing is stored for this model; the nearest one stored differs in {said}"
         return replace(reply, reason=reason, identity_difference=",".join(fields))
 
     def _limit_reservations(self) -> None:

@@ -37,13 +37,13 @@ class WarmTier:
         self._leased: dict[Record, int] = {}
         self._lent: dict[Record, int] = {}
 
-    def make_room(self, wanted_bytes: int, builds_on: Record | None = None) -> None:
+    def make_room(self, wanted_bytes: int, builds_on: Record | None = None, *, wait: bool = True) -> None:
         """Evict until ``wanted_bytes`` and one entry more fit. Raises TooLarge, Busy or, once
         the store is being closed, ClosedError; then nothing was evicted that would not have been
         enough.
 
         The chain that the newcomer ``builds_on`` is not evicted where it would be lost: room
-        for rows without what they continue is of no use. May wait, with the lock given up."""
+        for rows without what they continue is of no use. May ``wait``, with the lock given up."""
         ledger = self.ledger
         if wanted_bytes > ledger.budget_bytes or ledger.budget_entries < 1:
             raise TooLarge(f"{wanted_bytes} bytes do not fit the warm budget of {ledger.budget_bytes} bytes")
@@ -61,7 +61,7 @@ class WarmTier:
                     self.evict(record)
                 continue
             remaining = deadline - self.clock()
-            if remaining <= 0 or not self._waiting_helps():
+            if not wait or remaining <= 0 or not self._waiting_helps():
                 raise Busy(f"{excess} bytes more than can be evicted now are wanted: the rest is leased, pinned or being written")
             self._index.changed.wait(min(remaining, 0.5))
 

@@ -16,8 +16,8 @@ from warmkv.kvstore.testing.samples import (
     random_rows,
 )
 from warmkv.kvstore.verbs import Verbs
-from warmkv.schema.errors import RecordError, UnsupportedError
-from warmkv.schema.identity import Identity, LayerKind, PlaneFormat, PlaneRole
+from warmkv.schema.errors import RecordError
+from warmkv.schema.identity import Identity, PlaneFormat, PlaneRole
 from warmkv.schema.records import Anchor, Attachment, Lineage
 
 
@@ -46,7 +46,6 @@ class RefusalContract(Opened):
             return [first(good[0], planes=(replace(key, rows=rows, **changes), value)), good[1]]
 
         bad: dict[str, list[LayerRows]] = {
-            "no layers": [],
             "a layer missing": good[:1],
             "a layer twice": [good[0], good[0]],
             "an unknown layer": [*good, replace(good[1], layer=2)],
@@ -121,10 +120,4 @@ class RefusalContract(Opened):
                 opened.pin(identity, TOKENS, ttl)
         with pytest.raises(RecordError):
             opened.offer(identity, TOKENS, fields=[b"short"])
-        assert entries(opened) == 0
-
-    def test_layer_kinds_without_rows_are_refused(self, opened: Verbs, identity: Identity) -> None:
-        sliding = replace(identity, layers=(identity.layers[0], replace(identity.layers[1], kind=LayerKind.SLIDING, window=4)))
-        with pytest.raises(UnsupportedError):
-            opened.save(sliding, TOKENS, random_rows(sliding, 9))
         assert entries(opened) == 0

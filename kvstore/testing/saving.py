@@ -51,7 +51,7 @@ class SavingContract(Opened):
             LayerRows(r.layer, tuple(replace(p, rows=p.rows[6:]) for p in r.planes), first=6)
             for r in model_rows(identity, TOKENS)
         ]  # fmt: skip
-        with pytest.raises(OfferAgain, match="rows from 0 on are needed"):
+        with pytest.raises(OfferAgain, match="rows from 0 on"):
             opened.save(identity, TOKENS, tail)
         warm: Any = opened.stats()["warm"]
         assert (entries(opened), warm["reserved_bytes"]) == (0, 0)

@@ -20,7 +20,8 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
     env = {"WARMKV_WARM_BYTES": "2MiB", "WARMKV_COLD_BYTES": "2MiB"}
     loaded = config.load({"warm_bytes": "1MiB", "cold_bytes": None}, file, env)
     assert (loaded.warm_bytes, loaded.cold_bytes, loaded.max_connections) == (1 << 20, 2 << 20, 3)
-    assert loaded.frame_timeout_s == 30.0
+    assert (loaded.frame_timeout_s, loaded.anchors) == (30.0, 0)
+    assert config.load({"anchors": "7"}, file, {}).anchors == 7
     assert loaded.source == file
 
 
@@ -63,6 +64,10 @@ def test_any_value_of_any_setting_is_taken_or_refused_as_config_error(value: obj
         ("cold_bytes", "-1GiB"),
         ("max_connections", "0"),
         ("max_connections", "many"),
+        ("anchors", "-1"),
+        ("anchors", "1.5"),
+        ("anchors", "all"),
+        ("anchors", "1048577"),
         ("frame_timeout_s", "0"),
         ("frame_timeout_s", "-1"),
         ("lease_ttl_s", "inf"),

@@ -29,7 +29,7 @@ from warmkv.schema.identity import Identity
 
 KEY = bytes(16)
 TOKENS = np.arange(4, dtype="<u4")
-HELLO = m.Hello(1, 1, "raw", 1)
+HELLO = m.Hello(2, 2, "raw", 1)
 
 
 @pytest.fixture
@@ -48,10 +48,10 @@ def quiet(served: ServedEngine, peers: type, descriptors: Callable[[], int]) -> 
 
 def test_a_greeting_tells_version_epoch_and_uid(served: ServedEngine, engine: Engine, peers: type) -> None:
     welcome = peers(served.socket).ask(HELLO)
-    assert welcome == m.Welcome(1, engine.epoch, welcome.server, m.MAX_BODY_BYTES, os.geteuid())
+    assert welcome == m.Welcome(2, engine.epoch, welcome.server, m.MAX_BODY_BYTES, os.geteuid())
 
 
-@pytest.mark.parametrize(("low", "high"), [(2, 3), (0, 0), (1, 0), (65535, 65535)])
+@pytest.mark.parametrize(("low", "high"), [(0, 0), (1, 1), (3, 9), (2, 1), (1, 0), (65535, 65535)])
 def test_no_common_version_is_said_and_ends_the_connection(served: ServedEngine, peers: type, low: int, high: int) -> None:
     peer = peers(served.socket)
     peer.say(m.Hello(low, high, "raw", 1))
@@ -59,7 +59,7 @@ def test_no_common_version_is_said_and_ends_the_connection(served: ServedEngine,
 
 
 def test_a_newer_client_that_also_speaks_ours_is_welcome(served: ServedEngine, peers: type) -> None:
-    assert peers(served.socket).ask(m.Hello(1, 9, "future", 1)).version == 1
+    assert peers(served.socket).ask(m.Hello(1, 9, "future", 1)).version == 2
 
 
 def test_a_peer_that_never_greets_is_let_go(socket_path: Path, engine: Engine, peers: type) -> None:
@@ -175,7 +175,7 @@ def test_a_second_greeting(served: ServedEngine, peers: type) -> None:
 @pytest.mark.parametrize(
     "reply",
     [
-        m.Welcome(1, 1, "x", 1, 0),
+        m.Welcome(2, 1, "x", 1, 0),
         m.Opened(KEY),
         m.Matched(),
         m.Acquired(),

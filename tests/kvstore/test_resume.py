@@ -9,8 +9,34 @@ from dataclasses import dataclass, field
 import pytest
 
 from warmkv.kvstore import resume
-from warmkv.kvstore.resume import All, Chunk, Const, Exact, Held, Intervals, Last, Need, Nothing, SinksAndLast, Trimmable
+from warmkv.kvstore.resume import (
+    All,
+    Chunk,
+    Const,
+    Exact,
+    Held,
+    Intervals,
+    Last,
+    Need,
+    Nothing,
+    RowNeed,
+    SinksAndLast,
+    Trimmable,
+)
 from warmkv.kvstore.testing import IMAGE
+from warmkv.kvstore.testing.samples import (
+    CONV,
+    ENCODER,
+    FULL,
+    NYSTROM,
+    OPAQUE,
+    RECURRENT,
+    RING,
+    hybrid,
+    layer_of,
+    shared,
+    sliding,
+)
 from warmkv.schema.identity import LayerKind, LayerSpec, PlaneFormat, PlaneRole, PlaneSpec
 from warmkv.schema.records import Attachment
 
@@ -135,6 +161,26 @@ def test_last_valid_is_the_greatest_position_at_which_the_need_is_met(need: Need
             assert need.last_valid(p, held) == max((q for q in range(1, p + 1) if met(need, q, truth)), default=0)
 
 
+ROW_NEEDS: list[RowNeed] = [
+    All(), *(Last(n) for n in (0, 1, 2, 7, 40)), *(Chunk(c) for c in (1, 2, 5, 40)),
+    *(SinksAndLast(s, n) for s in (0, 1, 3, 40) for n in (0, 1, 4, 40)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("need", ROW_NEEDS, ids=str)
+def test_required_rows_are_exactly_those_of_the_need(need: RowNeed) -> None:
+    """With them it is met, without any one of them it is not, and no other row is named."""
+    for p in range(45):
+        ranges = need.required(p)
+        assert all(start < end for start, end in ranges)
+        assert all(end < start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False)), "they touch or overlap"
+        named = {row for start, end in ranges for row in range(start, end)}
+        assert met(need, p, Truth(rows=named))
+        for row in named:
+            assert 0 <= row < p and not met(need, p, Truth(rows=named - {row}))
+        assert need.last_valid(p, Held(Intervals(ranges))) == p
+
+
 def rows(*ranges: tuple[int, int]) -> Held:
     return Held(Intervals(ranges))
 
@@ -173,7 +219,7 @@ def test_one_token_is_left_to_feed_unless_logits_are_parked() -> None:
 
 
 def test_needs_of_every_layer_kind() -> None:
-    planes = (PlaneSpec(PlaneRole.KEY, PlaneFormat.F32, (1, 4)),)
+    key, state = (PlaneSpec(role, PlaneFormat.F32, (1, 4)) for role in (PlaneRole.KEY, PlaneRole.RECURRENT))
     image = (Attachment(1, 2, IMAGE),)
     expected: dict[LayerKind, tuple[Need, ...]] = {
         LayerKind.FULL: (All(),),
@@ -187,11 +233,31 @@ def test_needs_of_every_layer_kind() -> None:
         LayerKind.OPAQUE: (Trimmable(),),
         LayerKind.ENCODER: (Const(image),),
         LayerKind.SHARED: (Nothing(),),
-        LayerKind.HYBRID: (All(), Exact()),
+        LayerKind.HYBRID: (Last(7), Exact()),
     }
     for kind in LayerKind:
+        planes = (key, state) if kind == LayerKind.HYBRID else (key,)
         layer = LayerSpec(kind, planes, window=8, chunk=8, sinks=4, shared_with=0 if kind == LayerKind.SHARED else -1)
         assert resume.needs_of(layer, image) == expected[kind]
+        parts = [need for need in (resume.row_need(layer), resume.state_need(layer, image)) if need is not None]
+        assert tuple(parts) or (Nothing(),) == expected[kind]
+    assert resume.needs_of(hybrid()) == (All(), Exact())
+    assert resume.needs_of(sliding(1)) == (Last(0),)
+
+
+def test_rows_and_states_of_a_layer_are_needed_apart() -> None:
+    image = (Attachment(1, 2, IMAGE),)
+    for layer in (RING, CONV, RECURRENT, NYSTROM, OPAQUE, ENCODER, shared(0)):
+        assert resume.row_need(layer) is None
+    for layer in (FULL, sliding(4), layer_of(LayerKind.CHUNKED, chunk=4), layer_of(LayerKind.SINK_WINDOW, window=4), shared(0)):
+        assert resume.state_need(layer) is None
+    assert (resume.state_need(ENCODER, image), resume.state_need(OPAQUE)) == (Const(image), Trimmable())
+
+
+def test_parked_importance_is_nothing_to_resume_from() -> None:
+    """A layer with rows that parks it beside them can resume without it."""
+    layer = LayerSpec(LayerKind.FULL, (*FULL.planes, PlaneSpec(PlaneRole.IMPORTANCE, PlaneFormat.F32, (4,))))
+    assert resume.needs_of(layer) == (All(),)
 
 
 def test_intervals_merge_and_find_runs() -> None:

@@ -35,6 +35,7 @@ from warmkv.schema.identity import (
     PlaneSpec,
     RopeRegime,
     Topology,
+    differing_fields,
     first_difference,
 )
 
@@ -118,7 +119,7 @@ def variants() -> Iterator[tuple[str, Identity]]:
     yield "one layer fewer", replace(BASE, layers=BASE.layers[:-1])
     yield "one layer more", replace(BASE, layers=BASE.layers + (FULL,))
     yield "layers swapped", replace(BASE, layers=(BASE.layers[1], BASE.layers[0], *BASE.layers[2:]))
-    yield "layer kind", with_layer(0, kind=LayerKind.HYBRID)
+    yield "layer kind", with_layer(0, kind=LayerKind.RING)
     yield "layer kind opaque", with_layer(0, kind=LayerKind.OPAQUE)
     yield "window", with_layer(1, window=129)
     yield "window of full", with_layer(0, window=128)
@@ -194,9 +195,16 @@ def test_canonical_bytes_give_the_identity_back(name: str, identity: Identity) -
     assert Identity.from_canonical(identity.canonical()) == identity
     assert first_difference(identity, identity) is None
     assert first_difference(BASE, identity) == first_difference(identity, BASE)
+    assert differing_fields(identity, identity) == ()
+    assert differing_fields(BASE, identity) == ((first_difference(BASE, identity),) if identity != BASE else ())
 
 
 # -- bytes ------------------------------------------------------------------------------------
+
+
+def test_all_fields_that_differ_are_named_in_order() -> None:
+    other = replace(BASE, tenant=D16, rope=replace(BASE.rope, base=1.0), architecture="other", layers=BASE.layers[:1])
+    assert differing_fields(BASE, other) == differing_fields(other, BASE) == ("architecture", "layers", "rope", "tenant")
 
 
 def test_golden_identity() -> None:
@@ -255,6 +263,35 @@ def test_canonical_bytes_by_hand() -> None:
 
 def test_fingerprint_by_hand() -> None:
     assert ids.fingerprint(IDENTITY) == hashlib.blake2b(IDENTITY.canonical(), digest_size=16).digest()
+
+
+#: Logits belong to no layer.
+ROLES = tuple(role for role in PlaneRole if role != PlaneRole.LOGITS)
+TOKEN_ROLES = (PlaneRole.KEY, PlaneRole.VALUE, PlaneRole.LATENT, PlaneRole.INDEXER_KEY)
+#: Which planes are rows of tokens, which the frozen field beside them, which state; by kind.
+PARTS: dict[LayerKind, tuple[tuple[PlaneRole, ...], tuple[PlaneRole, ...], tuple[PlaneRole, ...]]] = {
+    **{
+        kind: (TOKEN_ROLES, (PlaneRole.FIELD,), ROLES[4:10])
+        for kind in (LayerKind.FULL, LayerKind.SLIDING, LayerKind.CHUNKED, LayerKind.SINK_WINDOW, LayerKind.HYBRID)
+    },
+    **{
+        kind: ((), (), ROLES)
+        for kind in (
+            LayerKind.RING, LayerKind.CONV, LayerKind.RECURRENT, LayerKind.NYSTROM, LayerKind.OPAQUE, LayerKind.ENCODER
+        )
+    },
+    LayerKind.SHARED: ((), (), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LayerKind)
+def test_planes_are_rows_fields_or_states_by_kind_and_role(kind: LayerKind) -> None:
+    planes = tuple(PlaneSpec(role, PlaneFormat.F32, (1, 4)) for role in reversed(ROLES))
+    layer = LayerSpec(kind, planes, window=4, chunk=4, sinks=1, shared_with=1 if kind == LayerKind.SHARED else -1)
+    layer.validate(0)
+    parts = (layer.row_planes, layer.field_planes, layer.state_planes)
+    assert tuple(tuple(sorted(plane.role for plane in part)) for part in parts) == PARTS[kind]
+    assert all(plane in planes for part in parts for plane in part)
 
 
 def test_numbers_of_enumerations_are_final() -> None:
@@ -401,6 +438,10 @@ def test_counts_that_are_none_are_refused(value: Any) -> None:
         {"kind": LayerKind.SHARED, "shared_with": 0},
         {"kind": LayerKind.SHARED, "shared_with": 5},
         {"shared_with": 1},
+        {"planes": (K8, V8, altered(K8, role=PlaneRole.LOGITS))},
+        {"kind": LayerKind.HYBRID},
+        {"kind": LayerKind.HYBRID, "planes": (altered(K8, role=PlaneRole.CONV),)},
+        {"kind": LayerKind.HYBRID, "planes": (altered(K8, role=PlaneRole.FIELD), altered(K8, role=PlaneRole.CONV))},
     ],
 )
 def test_impossible_layers_are_refused(changes: dict[str, Any]) -> None:

@@ -26,6 +26,8 @@ from warmkv.schema.generated import wire_generated as gen
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 SOURCE = Path(m.__file__).resolve().parent / "fbs" / "wire.fbs"
 KINDS = sorted(m.CLASSES)
+#: Types of one value each, and what they read as.
+SCALARS = {"bool": bool, "double": float, **dict.fromkeys(("ubyte", "ushort", "uint", "ulong", "long"), int)}
 INTEGERS = {
     "ubyte": (0, 2**8 - 1),
     "ushort": (0, 2**16 - 1),
@@ -46,6 +48,10 @@ def tables() -> dict[str, list[tuple[str, str, int]]]:
 
 
 TABLES = tables()
+
+
+def types(kind: str) -> list[tuple[str, str]]:
+    return [(field, type_) for field, type_, _ in TABLES[kind]]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -82,23 +88,25 @@ def test_there_is_one_class_for_each_table_and_one_sample_for_each_class() -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_fields_are_those_of_the_table(kind: str) -> None:
     spellings = {"[ubyte]": "bytes", "[uint]": "array", "[ulong]": "array", "string": "text"}
-    expected = [(field, spellings.get(type_, "scalar")) for field, type_, _ in TABLES[kind]]
-    assert [(field.name, field.kind) for field in m.SPELLINGS[m.CLASSES[kind]].fields] == expected
+    # Fields are added behind those there were: Acquired, which is a Matched with more, has another order.
+    expected = {field: spellings.get(type_, "scalar") for field, type_, _ in TABLES[kind]}
+    assert {field.name: field.kind for field in m.SPELLINGS[m.CLASSES[kind]].fields} == expected
+    assert all(type_ in SCALARS for field, type_, _ in TABLES[kind] if expected[field] == "scalar")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_default_of_a_class_is_what_an_absent_field_means(kind: str) -> None:
-    defaults = {field: default for field, type_, default in TABLES[kind] if type_ in INTEGERS}
+    defaults = {field: SCALARS[type_](default) for field, type_, default in TABLES[kind] if type_ in SCALARS}
     for item in fields(m.CLASSES[kind]):
         if item.default is not MISSING and item.name in defaults:
-            assert item.default == defaults[item.name]
+            assert item.default == defaults[item.name] and type(item.default) is type(defaults[item.name])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_leave_no_field_at_its_default(kind: str) -> None:
     for field, type_, default in TABLES[kind]:
         value = getattr(MESSAGES[kind], field)
-        assert value != default if type_ in INTEGERS else np.asarray(value).size and value is not False, field
+        assert value != default if type_ in SCALARS else np.asarray(value).size, field
 
 
 # -- golden -----------------------------------------------------------------------------------
@@ -139,9 +147,15 @@ def test_packed_spans_layout() -> None:
     assert span.tobytes() == struct.pack("<16sQQQ", bytes(range(16)), 1, 2**40, CREATED_NS)
 
 
+def test_packed_groups_layout() -> None:
+    group = np.zeros(1, m.GROUP_DTYPE)
+    group["layer"], group["usable"] = 3, 2**40
+    assert group.tobytes() == struct.pack("<QQ", 3, 2**40)
+
+
 # -- round trips ------------------------------------------------------------------------------
 
-LENGTHS = {"namespace": (0, 16), "lineage": (16,), "parent": (16,), "id": (16,)}
+LENGTHS = {"namespace": (0, 16), "lineage": (16,), "parent": (16,), "id": (16,), "window_parent": (0, 16)}
 
 
 def value_of(field: str, type_: str) -> st.SearchStrategy[Any]:
@@ -149,6 +163,8 @@ def value_of(field: str, type_: str) -> st.SearchStrategy[Any]:
         return st.text(st.characters(codec="utf-8"), max_size=30)
     if type_ == "bool":
         return st.booleans()
+    if type_ == "double":
+        return st.floats(allow_nan=False)
     if type_ == "[ubyte]":
         sizes = LENGTHS.get(field)
         if sizes is None:
@@ -182,6 +198,19 @@ def test_every_scalar_reaches_both_ends_of_its_range_and_no_further(kind: str) -
                 assert same(m.decode(m.encode(message, 1))[1], message)
             outside: tuple[Any, ...] = (low - 1, high + 1, 1.5, None, "1")
             for value in outside:
+                with pytest.raises(FormatError):
+                    m.encode(altered(MESSAGES[kind], field, value), 1)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "double" in dict(types(kind)).values()])
+def test_every_double_arrives_bit_for_bit(kind: str) -> None:
+    for field, type_ in types(kind):
+        if type_ == "double":
+            for value in (0.0, 5e-324, 0.1, -812.5, 1e308, float("inf"), float("-inf"), float("nan")):
+                _, back = m.decode(m.encode(altered(MESSAGES[kind], field, value), 1))
+                assert struct.pack("<d", getattr(back, field)) == struct.pack("<d", value)
+            wrong: tuple[Any, ...] = (None, "1", b"1", [1.0])
+            for value in wrong:
                 with pytest.raises(FormatError):
                     m.encode(altered(MESSAGES[kind], field, value), 1)
 
@@ -276,7 +305,7 @@ def test_absent_fields_are_empty_or_their_default(kind: str) -> None:
         if type_ in ("[uint]", "[ulong]"):
             assert value.size == 0 and value.dtype == np.dtype("<u4" if type_ == "[uint]" else "<u8")
         else:
-            expected: object = {"string": "", "[ubyte]": b"", "bool": False}.get(type_, default)
+            expected: object = {"string": "", "[ubyte]": b"", "bool": False, "double": 0.0}.get(type_, default)
             assert value == expected and type(value) is type(expected), field
 
 
@@ -376,9 +405,9 @@ def outcome(body: bytes) -> m.Message | None:
         elif type_ in ("[uint]", "[ulong]"):
             assert value.ndim == 1 and value.flags.aligned and value.nbytes <= len(body)
         else:
-            expected: Any = {"string": str, "[ubyte]": bytes, "bool": bool}[type_]
+            expected: Any = {"string": str, "[ubyte]": bytes, **SCALARS}[type_]
             assert type(value) is expected
-            assert type_ == "bool" or len(value) <= len(body)
+            assert type_ in SCALARS or len(value) <= len(body)
     m.encode(message, request_id)
     return message
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from make_golden import ANCHORS, ATTACHMENTS, PLANES
 
 from warmkv.schema.errors import FormatError, RecordError
-from warmkv.schema.identity import ELEMENT_BYTES, PlaneFormat, PlaneRole
+from warmkv.schema.identity import PlaneFormat, PlaneRole
 from warmkv.schema.records import (
     ANCHOR_DTYPE,
     ATTACHMENT_DTYPE,
@@ -28,6 +28,7 @@ from warmkv.schema.records import (
     as_tokens,
     check_attachments,
     coverage,
+    has_row_bytes,
     pack_anchors,
     pack_attachments,
     pack_planes,
@@ -237,10 +238,11 @@ def test_plane_layout() -> None:
 def planes(draw: st.DrawFn) -> Plane:
     format_ = draw(st.sampled_from(PlaneFormat))
     shape = tuple(draw(st.lists(st.integers(1, 2**15), min_size=1, max_size=4)))
-    bytes_ = row_bytes(format_, shape) if format_ in ELEMENT_BYTES else draw(st.integers(1, 2**64 - 1))
+    role = draw(st.sampled_from(PlaneRole))
+    bytes_ = row_bytes(format_, shape, role) if has_row_bytes(format_) else draw(st.integers(1, 2**64 - 1))
     numbers = [draw(U64) for _ in range(3)]
     field = draw(st.binary(min_size=16, max_size=16))
-    return Plane(draw(U32), draw(st.sampled_from(PlaneRole)), format_, shape, numbers[0], numbers[1], bytes_, numbers[2], field)
+    return Plane(draw(U32), role, format_, shape, numbers[0], numbers[1], bytes_, numbers[2], field)
 
 
 @given(st.lists(planes(), max_size=4).map(tuple))
@@ -316,6 +318,44 @@ def test_row_bytes_by_element() -> None:
         15,
     ]
     assert row_bytes(PlaneFormat.F32, (2**32 - 1,) * 4) == 4 * (2**32 - 1) ** 4
+
+
+KEY, VALUE = PlaneRole.KEY, PlaneRole.VALUE
+#: Bytes of one row, counted by hand: a block is 32 elements of one head, the last one padded; Q8_2F
+#: has an f32 scale for each 32 elements of a key's head, and one for a value's head.
+ROW_BYTES: list[tuple[PlaneFormat, tuple[int, ...], PlaneRole, int]] = [
+    (PlaneFormat.Q8_0, (1, 32), KEY, 34), (PlaneFormat.Q8_0, (3, 64), VALUE, 3 * 2 * 34),
+    (PlaneFormat.Q8_0, (2, 33), KEY, 2 * 68), (PlaneFormat.Q8_0, (1,), KEY, 34),
+    (PlaneFormat.Q8_0, (2, 3, 128), KEY, 6 * 4 * 34), (PlaneFormat.Q5_1, (1, 32), KEY, 24),
+    (PlaneFormat.Q5_1, (8, 128), VALUE, 8 * 4 * 24), (PlaneFormat.Q5_1, (8, 1), KEY, 8 * 24),
+    (PlaneFormat.Q4_0, (1, 32), KEY, 18), (PlaneFormat.Q4_0, (8, 96), VALUE, 8 * 3 * 18), (PlaneFormat.Q4_0, (31,), KEY, 18),
+    (PlaneFormat.FP8_E4M3FN, (3, 5), KEY, 15), (PlaneFormat.FP8_E4M3FNUZ, (3, 5), VALUE, 15),
+    (PlaneFormat.FP8_E5M2, (3, 5), KEY, 15), (PlaneFormat.FP8_E5M2FNUZ, (7,), VALUE, 7),
+    (PlaneFormat.Q8_2F, (1, 32), KEY, 32 + 4), (PlaneFormat.Q8_2F, (8, 128), KEY, 8 * (128 + 16)),
+    (PlaneFormat.Q8_2F, (2, 33), KEY, 2 * (33 + 8)), (PlaneFormat.Q8_2F, (1, 32), VALUE, 32 + 4),
+    (PlaneFormat.Q8_2F, (8, 128), VALUE, 8 * (128 + 4)), (PlaneFormat.Q8_2F, (2, 33), VALUE, 2 * (33 + 4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format_", "shape", "role", "expected"), ROW_BYTES)
+def test_row_bytes_of_packed_formats(format_: PlaneFormat, shape: tuple[int, ...], role: PlaneRole, expected: int) -> None:
+    assert row_bytes(format_, shape, role) == expected
+    sizes = {"format": int(format_), "role": int(role), "dims": len(shape), "shape": shape + (0,) * (4 - len(shape))}
+    assert unpack_planes(plane_row(**sizes, row_bytes=expected))[0].row_bytes == expected
+    for other in (1, expected - 1, expected + 1, 2 * expected, 2**64 - 1):
+        with pytest.raises(FormatError, match="bytes a row"):
+            unpack_planes(plane_row(**sizes, row_bytes=other))
+
+
+def test_formats_without_a_size_of_their_own_are_named() -> None:
+    open_ended = {PlaneFormat.TQ_KEY, PlaneFormat.TQ_VALUE, PlaneFormat.TQ3}
+    assert {format_ for format_ in PlaneFormat if not has_row_bytes(format_)} == open_ended
+    for format_ in open_ended:
+        with pytest.raises(RecordError, match=format_.name):
+            row_bytes(format_, (3, 5))
+        assert unpack_planes(plane_row(format=int(format_), row_bytes=61))[0].row_bytes == 61
+        with pytest.raises(FormatError):
+            unpack_planes(plane_row(format=int(format_), row_bytes=0))
 
 
 # -- tables -----------------------------------------------------------------------------------

@@ -170,9 +170,11 @@ def assert_sound(head: segment.Head) -> None:
         first, last = header.start, header.end
         assert 0 <= first < last <= MAX_TOKENS
         assert len(header.tokens) == last - first
+        position = last
     else:
-        first, last = 0, header.position
-        assert 0 <= last <= MAX_TOKENS
+        # The rows of a state are counted as its runtime counts them, not in tokens.
+        first, last, position = 0, MAX_TOKENS, header.position
+        assert 0 <= position <= MAX_TOKENS
     for id_ in (header.id, header.namespace, header.lineage, header.parent):
         assert len(id_) == 16
     assert len(header.digests) == 16 * -(-head.payload_bytes // segment.CHUNK_BYTES)
@@ -186,7 +188,7 @@ def assert_sound(head: segment.Head) -> None:
     assert len({(plane.layer, plane.role) for plane in header.planes}) == len(header.planes)
     spans = [(item.start, item.end) for item in header.attachments]
     assert spans == sorted(spans)
-    assert all(first <= start < end <= last for start, end in spans)
+    assert all(first <= start < end <= position for start, end in spans)
 
 
 # -- golden -----------------------------------------------------------------------------------
@@ -265,8 +267,10 @@ def plane_sets(draw: st.DrawFn) -> tuple[Plane, ...]:
     for layer in range(draw(st.integers(0, 5))):
         for role in draw(st.lists(st.sampled_from(PlaneRole), max_size=3, unique=True)):
             shape = tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=4)))
-            format_ = draw(st.sampled_from([PlaneFormat.F32, PlaneFormat.BF16, PlaneFormat.RAW, PlaneFormat.Q5_1]))
-            size = row_bytes(format_, shape) if format_ != PlaneFormat.Q5_1 else draw(st.integers(1, 999))
+            format_ = draw(
+                st.sampled_from([PlaneFormat.F32, PlaneFormat.BF16, PlaneFormat.RAW, PlaneFormat.Q8_2F, PlaneFormat.TQ3])
+            )
+            size = row_bytes(format_, shape, role) if format_ != PlaneFormat.TQ3 else draw(st.integers(1, 999))
             first = draw(st.integers(0, 10))
             planes.append(Plane(layer, role, format_, shape, first, draw(st.integers(0, 20 - first)), size))
     return tuple(planes)
@@ -554,7 +558,7 @@ BAD_PLANES: dict[str, tuple[int, list[Plane]]] = {
     "outside": (640, [keyed(offset=640)]),
     "behind the end": (640, [keyed(offset=384)]),
     "offset beyond 64 bits": (640, [keyed(offset=2**64 - 64)]),
-    "bytes beyond 64 bits": (640, [replace(keyed(row_bytes=2**63), format=PlaneFormat.Q8_0)]),
+    "bytes beyond 64 bits": (640, [replace(keyed(row_bytes=2**63), format=PlaneFormat.TQ3)]),
     "rows before the segment": (640, [keyed(first_row=2, rows=6)]),
     "rows behind the segment": (640, [keyed(first_row=4)]),
     "rows elsewhere": (640, [keyed(first_row=2**63)]),
@@ -570,6 +574,38 @@ BAD_PLANES: dict[str, tuple[int, list[Plane]]] = {
 @pytest.mark.parametrize(("size", "planes"), BAD_PLANES.values(), ids=list(BAD_PLANES))
 def test_planes_that_do_not_fit_are_refused(size: int, planes: list[Plane]) -> None:
     refused(forge(size, Planes=pack_planes(planes), Digests=digests_for(size)))
+
+
+STATE_PLANE = replace(keyed(first_row=0, rows=1, row_bytes=4, row_shape=(1,)), role=PlaneRole.RECURRENT)
+
+
+@pytest.mark.parametrize(
+    ("first_row", "rows"),
+    [(0, 1), (0, 9), (0, 1500), (7, 1), (8, 1), (9, 3), (MAX_TOKENS - 1, 1), (0, MAX_TOKENS), (MAX_TOKENS, 0)],
+)
+def test_rows_of_a_state_are_not_bounded_by_its_position(first_row: int, rows: int) -> None:
+    """A ring has its own rows, an encoder's output those of its input."""
+    plane = replace(STATE_PLANE, first_row=first_row, rows=rows)
+    size = 4 * rows
+    head = segment.decode_head(forge_state(size, Planes=pack_planes([plane]), Digests=digests_for(size)))
+    assert head.header.planes == (plane,)
+    assert_sound(head)
+
+
+@pytest.mark.parametrize(
+    ("first_row", "rows"),
+    [(MAX_TOKENS, 1), (MAX_TOKENS + 1, 0), (1, MAX_TOKENS), (0, MAX_TOKENS + 1), (2**64 - 1, 1), (2**63, 0), (2**64 - 1, 0)],
+)
+def test_rows_of_a_state_beyond_all_counting_are_refused(first_row: int, rows: int) -> None:
+    size = 4 * rows
+    planes = pack_planes([replace(STATE_PLANE, first_row=first_row, rows=rows)])
+    refused(forge_state(size, Planes=planes, Digests=digests_for(size)))
+
+
+@pytest.mark.parametrize("name", [name for name in BAD_PLANES if "segment" not in name and name != "rows elsewhere"])
+def test_planes_of_a_state_that_do_not_fit_are_refused(name: str) -> None:
+    size, planes = BAD_PLANES[name]
+    refused(forge_state(size, Planes=pack_planes(planes), Digests=digests_for(size)))
 
 
 def test_the_planes_all_others_are_cut_from_fit() -> None:

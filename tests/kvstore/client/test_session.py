@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from warmkv.schema.identity import Identity
 KEY = bytes(16)
 TOKENS = np.arange(4, dtype="<u4")
 MATCH = m.Match(KEY, KEY, TOKENS)
+LONG_MS = int(PATIENCE_S * 1000)
 Scripted = Callable[[Callable[[Any], None]], Any]
 
 
@@ -254,6 +256,85 @@ def test_a_lease_that_ends_in_a_finalizer_under_the_pools_lock_is_not_lost(scrip
         session.close()
 
 
+def test_a_flight_is_given_back_like_a_lease(scripted: Scripted, session: RemoteSession) -> None:
+    """Each by itself: the lease when the state was read, the flight when the rest was saved."""
+    released: list[int] = []
+    both = threading.Event()
+
+    def script(line: Any) -> None:
+        line.greet()
+        assert isinstance(line.hear(), m.Acquire)
+        line.say(m.Acquired(lease=50, flight=60))
+        assert isinstance(line.hear(), m.Acquire)
+        line.say(m.Acquired(flight=61))
+        while (asked := line.hear()) is not None:
+            assert isinstance(asked, m.Release)
+            released.extend(asked.leases.tolist())
+            if len(released) == 3:
+                both.set()
+
+    with scripted(script):
+        first, second = session.acquire(acquire()), session.acquire(acquire())
+        first.release_flight()
+        first.release()
+        second.release()  # it leased nothing
+        second.release_flight()
+        assert both.wait(PATIENCE_S)
+        assert not any(item.leases or item.ended for item in session._pool._idle)
+        session.close()
+    assert released == [60, 50, 61]
+
+
+def test_a_connection_with_a_flight_is_kept(scripted: Scripted, session: RemoteSession) -> None:
+    """Closing it would end the promise: whoever waits would go on without what is computed here."""
+    together = threading.Barrier(KEEP + 5)
+    grants: list[Any] = []
+
+    def script(line: Any) -> None:
+        line.greet()
+        assert isinstance(line.hear(), m.Acquire)
+        together.wait(PATIENCE_S)
+        line.say(m.Acquired(flight=line.number + 1))
+        while line.hear() is not None:
+            pass
+
+    with scripted(script):
+        threads = [threading.Thread(target=lambda: grants.append(session.acquire(acquire()))) for _ in range(KEEP + 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert len(session._pool._idle) == KEEP + 5
+        for grant in grants:
+            grant.release_flight()
+        assert len(session._pool._idle) == KEEP
+        session.close()
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_waiting_for_a_twin_is_no_silence_of_the_daemon(scripted: Scripted, socket_path: Path, patient: bool) -> None:
+    """A caller's own patience comes on top of the time-out, for this call only."""
+
+    def script(line: Any) -> None:
+        line.greet()
+        assert isinstance(line.hear(), m.Acquire)
+        if patient:
+            threading.Event().wait(0.3)
+            line.say(m.Acquired(usable=0, flight=60))
+        while line.hear() is not None:
+            pass
+
+    session = RemoteSession(socket_path, timeout_s=0.2, backoff=False)
+    request = replace(acquire(), wait_ms=LONG_MS if patient else 0)
+    with scripted(script):
+        if patient:
+            assert session.acquire(request).reply.flight == 60
+        else:
+            with pytest.raises(errors.DaemonTimeout):
+                session.acquire(request)
+        session.close()
+
+
 def test_a_lease_that_ends_after_closing_is_nothing(scripted: Scripted, session: RemoteSession) -> None:
     with scripted(serve):
         grant = session.acquire(acquire())
@@ -286,6 +367,37 @@ def test_a_commit_goes_where_its_offer_went_and_others_keep_off(scripted: Script
     assert [type(asked) for asked in heard[0]] == [m.Offer, m.Commit]
     assert [type(asked) for asked in heard[1]] == [m.Match]
     assert heard[0][1].reservation == offered.reservation  # type: ignore[union-attr]
+
+
+def test_all_containers_of_a_save_go_where_its_offer_went(scripted: Scripted, session: RemoteSession) -> None:
+    heard: dict[int, list[m.Message]] = {0: [], 1: []}
+
+    def script(line: Any) -> None:
+        line.greet()
+        while (asked := answer(line)) is not None:
+            heard[line.number].append(asked)
+
+    with scripted(script), open(os.devnull, "rb") as file:
+        offered = session.offer(offer())
+        for _ in range(3):
+            session.commit(m.Commit(KEY, 9, offered.reservation, more=True), file.fileno())
+            session.match(MATCH)  # on another connection, however often
+        session.annotate(m.Annotate(KEY, KEY, TOKENS, reservation=offered.reservation))
+        session.match(MATCH)  # the first is free again
+        session.close()
+    assert [type(asked) for asked in heard[0]] == [m.Offer, *[m.Commit] * 3, m.Annotate, m.Match]
+    assert [type(asked) for asked in heard[1]] == [m.Match] * 3
+    assert {asked.reservation for asked in heard[0][1:5]} == {offered.reservation}  # type: ignore[union-attr]
+
+
+def test_the_last_container_of_a_save_frees_its_connection(scripted: Scripted, session: RemoteSession) -> None:
+    with scripted(serve) as daemon, open(os.devnull, "rb") as file:
+        offered = session.offer(offer())
+        session.commit(m.Commit(KEY, 9, offered.reservation, more=True), file.fileno())
+        session.commit(m.Commit(KEY, 9, offered.reservation), file.fileno())
+        session.match(MATCH)
+        assert daemon.connections == 1
+        session.close()
 
 
 def test_a_reservation_whose_connection_is_lost_is_not_claimed(scripted: Scripted, session: RemoteSession) -> None:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from warmkv.kvstore.integrations.hf_cache import forward_argument, new_cache
-from warmkv.kvstore.restored import Restored
+from warmkv.kvstore.integrations.hf_feed import feed as feed_as_generate_does
+from warmkv.kvstore.integrations.hf_geometry import Geometry
+from warmkv.kvstore.restored import Restored, RestoredLayer, RestoredPlane
 from warmkv.kvstore.results import Match, Saved
+from warmkv.kvstore.resume import row_need
+from warmkv.kvstore.rows import LayerRows, LayerState, PlaneRows
 from warmkv.kvstore.store import Store, open_store
 from warmkv.schema.errors import StoreError
 from warmkv.schema.identity import Identity
@@ -27,9 +36,21 @@ TEMPLATE = (
 MakeModel = Callable[..., LlamaForCausalLM]
 
 
+def _tiny_models() -> ModuleType:
+    path = Path(__file__).with_name("tiny_models.py")
+    spec = importlib.util.spec_from_file_location("tiny_models", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules.setdefault("tiny_models", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
+
+
+tiny_models = _tiny_models()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # tiny models gain nothing from two, and wait for each other on a busy machine
 
 
 @pytest.fixture
@@ -51,6 +72,25 @@ def make_model() -> MakeModel:
 @pytest.fixture
 def model(make_model: MakeModel) -> LlamaForCausalLM:
     return make_model()
+
+
+@pytest.fixture
+def make_tiny() -> Callable[..., PreTrainedModel]:
+    """Makes a tiny model of the kind named, see `tiny_models`."""
+    make: Callable[..., PreTrainedModel] = tiny_models.make
+    return make
+
+
+@pytest.fixture(params=list(tiny_models.MODELS))
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each kind of model in turn."""
+    return str(request.param)
+
+
+@pytest.fixture
+def tiny(kind: str) -> PreTrainedModel:
+    model: PreTrainedModel = tiny_models.make(kind)
+    return model
 
 
 @pytest.fixture
@@ -106,6 +146,55 @@ def filled(feed: Callable[..., torch.Tensor]) -> Callable[..., DynamicCache]:
         return cache
 
     return run
+
+
+@pytest.fixture
+def logits_of() -> Callable[..., torch.Tensor]:
+    """Logits [tokens, vocabulary] of ids fed on top of a cache that holds ``start`` tokens, in
+    pieces of ``step``; of one full forward pass without a cache where none is given."""
+
+    def run(
+        model: torch.nn.Module, ids: Sequence[int], cache: DynamicCache | None = None, start: int = 0, step: int = 1 << 20
+    ) -> torch.Tensor:
+        found = []
+        with torch.no_grad():
+            if cache is None:
+                return torch.Tensor(model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0])
+            for at in range(0, len(ids), step):
+                piece = torch.tensor([list(ids[at : at + step])])
+                output = feed_as_generate_does(model, cache, piece, start + at, logits=piece.shape[1])
+                found.append(output.logits[0])  # type: ignore[attr-defined]
+        return torch.cat(found)
+
+    return run
+
+
+@pytest.fixture
+def as_restored() -> Callable[..., Restored]:
+    """What a store hands back for records of ``length`` tokens, blocks split at ``cuts``: of each
+    layer no more rows than it needs."""
+
+    def restored_plane(plane: PlaneRows, pieces: Sequence[tuple[int, np.ndarray]]) -> RestoredPlane:
+        starts, blocks = tuple(start for start, _ in pieces), tuple(np.array(block) for _, block in pieces)
+        return RestoredPlane(plane.role, plane.format, plane.rows.shape[1:], blocks, starts)
+
+    def make(geometry: Geometry, records: Sequence[LayerRows | LayerState], length: int, *cuts: int) -> Restored:
+        layers = [RestoredLayer(index, {}, {}) for index in range(len(geometry.layers))]
+        for record in records:
+            layer, spec = layers[record.layer], geometry.layers[record.layer]
+            for plane in record.planes:
+                if isinstance(record, LayerState):
+                    layer.states[plane.role] = restored_plane(plane, [(0, plane.rows)])
+                    continue
+                need = row_need(spec)
+                assert need is not None
+                edges = [sorted({*span, *(cut for cut in cuts if span[0] < cut < span[1])}) for span in need.required(length)]
+                pairs = [pair for edge in edges for pair in pairwise(edge)]
+                held = [(start, plane.rows[start - record.first : end - record.first]) for start, end in pairs]
+                layer.planes[plane.role] = restored_plane(plane, held)
+        return Restored(Match(identity=None, matched=length, usable=length), tuple(layers))  # type: ignore[arg-type]
+
+    return make
 
 
 class BrokenStore:

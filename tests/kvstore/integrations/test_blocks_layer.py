@@ -9,7 +9,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from warmkv.kvstore.integrations.hf_cache import BlocksLayer, cache_length, shorten
+from warmkv.kvstore.integrations.hf_blocks import BlocksLayer
+from warmkv.kvstore.integrations.hf_cache import cache_length, shorten
 
 HEADS, SIZE = 2, 4
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 from tokenizers import pre_tokenizers
 from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer
 
 import warmkv
 from warmkv.kvstore.integrations.hf_identity import ModelIdentity
 from warmkv.schema.errors import UnsupportedError
-from warmkv.schema.identity import LayerKind, PlaneFormat, first_difference
+from warmkv.schema.identity import Identity, LayerKind, PlaneFormat, first_difference
 
 MakeModel = Callable[..., LlamaForCausalLM]
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
@@ -196,24 +196,42 @@ def test_models_on_several_devices_are_refused(model: LlamaForCausalLM, tokenize
         ModelIdentity(model, tokenizer).now()
 
 
-def test_other_layer_kinds_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    config = Gemma3TextConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, sliding_window=8, layer_types=["full_attention", "sliding_attention"],
-    )  # fmt: skip
-    with pytest.raises(UnsupportedError, match="until a later version"):
-        ModelIdentity(Gemma3ForCausalLM(config).eval(), tokenizer).now()
+def test_every_kind_of_model_has_an_identity(
+    kind: str, make_tiny: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    one, other = (ModelIdentity(make_tiny(kind), tokenizer).now() for _ in range(2))
+    assert first_difference(one, other) is None
+    assert Identity.from_canonical(one.canonical()) == one
+    assert ModelIdentity(make_tiny(kind, seed=1), tokenizer).now() != one
 
 
-def test_hybrid_layers_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    from transformers import Lfm2Config, Lfm2ForCausalLM
+def test_generating_changes_no_kind_of_model(tiny: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    source = ModelIdentity(tiny, tokenizer)
+    before = source.now()
+    ids = torch.tensor([[3, 4, 5]])
+    tiny.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+    assert source.now() == before and source.now(trust_version=True) == before
 
-    config = Lfm2Config(
-        vocab_size=96, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        layer_types=["conv", "full_attention"],
-    )  # fmt: skip
-    with pytest.raises(UnsupportedError, match="layer 0 .* only full attention"):
-        ModelIdentity(Lfm2ForCausalLM(config).eval(), tokenizer).now()
+
+def test_another_window_is_another_identity(
+    make_tiny: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model = make_tiny("gemma3")
+    before = ModelIdentity(model, tokenizer).now()
+    model.config.sliding_window = 17
+    after = ModelIdentity(model, tokenizer).now()
+    assert before.layers[0].window == 16 and after.layers[0].window == 17
+
+
+def test_layers_of_a_models_own_are_refused(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OwnLayer(DynamicLayer):  # type: ignore[misc]
+        pass
+
+    monkeypatch.setitem(DYNAMIC_LAYER_TYPE_MAPPING, "full_attention", OwnLayer)
+    with pytest.raises(UnsupportedError, match="layer 0 keeps its state as OwnLayer"):
+        ModelIdentity(model, tokenizer).now()
 
 
 def test_encoder_decoder_models_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:

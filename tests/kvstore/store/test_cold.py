@@ -79,13 +79,13 @@ def test_everything_comes_back_after_a_restart(open_store_with: OpenStore) -> No
     store.close()
     again = open_store_with(True)
     assert again.engine.swept == 0 and check(again.engine) == []
+    assert sum(record.pinned_until_ns > 0 for record in again.engine.index.records.values()) == 2
     for identity in identities:
         match = again.match(identity, [*ids(1, 80), 9])
         assert match.tier == "cold"
         assert match.anchors == (Anchor(10, AnchorKind.SYSTEM_PROMPT, 2, 2**64 - 1, -3),)
         check_restore(again, identity, [*ids(1, 80), 9], 80, verify=True)
         check_restore(again, identity, [*ids(1, 60), 5, 6, 7, 9], 63, verify=True)
-    assert sum(record.pinned_until_ns > 0 for record in again.engine.index.records.values()) == 2
 
 
 @pytest.mark.parametrize("half", [2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 4 * MIB - 1, 4 * MIB, 4 * MIB + 1])
@@ -318,11 +318,11 @@ def test_a_newer_format_is_refused_and_left_alone(open_store_with: OpenStore, id
         states = env.open_db(b"states")
         with env.begin(write=True) as txn:
             txn.drop(states)
-            txn.put(b"format", b"\x02\x00\x00\x00", db=env.open_db(b"meta", txn))
+            txn.put(b"format", b"\x03\x00\x00\x00", db=env.open_db(b"meta", txn))
             txn.put(b"key", b"value", db=env.open_db(b"of the future", txn))
     before = (path / "data.mdb").read_bytes()
     for _ in range(2):
-        with pytest.raises(StoreTooNew, match="format 2.0"):
+        with pytest.raises(StoreTooNew, match="format 3.0"):
             open_store_with(True)
     assert list(path.glob("*.corrupt-*")) == []
     assert (path / "data.mdb").read_bytes() == before

@@ -54,7 +54,7 @@ def holdings(store: Store) -> dict[str, Any]:
             "resident": engine.warm.ledger.resident_bytes,
             "leased": (engine.warm.ledger.leased_bytes, engine.warm.ledger.lent_bytes),
             "cold": stats["cold"]["bytes"],
-            "kept for leases": len(engine._leased),
+            "kept for leases": len(engine.acquisition._leased),
             "kept for sessions": (len(store._session._leases), len(store._session._reservations)),  # type: ignore[attr-defined]
             "touched": len(engine.index.touched),
             "orders": (len(engine.index.warm_order), len(engine.index.cold_order)),

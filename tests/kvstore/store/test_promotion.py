@@ -50,19 +50,23 @@ def settled(store: Store) -> None:
 
 
 class Gate:
-    """Holds every `ColdTier.load` until it is opened, and tells when the first has come."""
+    """Holds whatever reads the disk, record by record, until it is opened, and tells when the
+    first has come: one alone is loaded, neighbours are read into one packed segment."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.arrived, self.open, self.loads = threading.Event(), threading.Event(), 0
-        load = ColdTier.load
+        self.arrived, self.open = threading.Event(), threading.Event()
+        self.ids: list[RecordId] = []
+        for name in ("load", "read"):
+            monkeypatch.setattr(ColdTier, name, self._waiting(getattr(ColdTier, name)))
 
-        def waiting(tier: ColdTier, id_: RecordId, total_bytes: int) -> int:
-            self.loads += 1
+    def _waiting(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def waiting(tier: ColdTier, id_: RecordId, *rest: Any) -> Any:
+            self.ids.append(id_)
             self.arrived.set()
             assert self.open.wait(PATIENCE_S)
-            return load(tier, id_, total_bytes)
+            return real(tier, id_, *rest)
 
-        monkeypatch.setattr(ColdTier, "load", waiting)
+        return waiting
 
 
 @pytest.fixture
@@ -99,7 +103,9 @@ class Task(threading.Thread):
 # -- once -------------------------------------------------------------------------------------
 
 
-def test_twenty_readers_of_a_cold_chain_promote_each_segment_once(open_store_with: OpenStore, wide: Identity) -> None:
+def test_twenty_readers_of_a_cold_chain_read_each_segment_once(open_store_with: OpenStore, wide: Identity, gate: Gate) -> None:
+    """What one of them makes of it, a packed segment, is what all map."""
+    gate.open.set()
     store = open_store_with(True)
     lengths = (40, 80, 120, 160, 200)
     for length in lengths:
@@ -115,9 +121,12 @@ def test_twenty_readers_of_a_cold_chain_promote_each_segment_once(open_store_wit
             return restored.promoted_bytes
 
     copied = [task.outcome() for task in [Task(read) for _ in range(20)]]
+    assert len(gate.ids) == len(set(gate.ids)) == len(lengths)
+    assert sum(copied) == store.engine.warm.ledger.resident_bytes and sum(map(bool, copied)) == 1
     count, total_bytes = promotions(store)
-    assert count == len(lengths)
-    assert sum(copied) == total_bytes == store.engine.warm.ledger.resident_bytes
+    assert count == 1
+    with store.engine.index.changed:
+        assert total_bytes == sum(record.total_bytes for record in store.engine.index.records.values() if not record.packed)
     assert store.stats()["hits"] == 20
     settled(store)
 
@@ -130,13 +139,13 @@ def test_those_who_wait_get_what_the_first_one_brought(
     save(store, wide, ids(1))
     store = reopened(store, open_store_with)
     asked = threading.Semaphore(0)
-    promote = store.engine.promotion.promote
+    settled_already = store.engine.promotion.settled
 
-    def counted(record: Any) -> int:
+    def counted(records: Any) -> bool:
         asked.release()
-        return promote(record)
+        return settled_already(records)
 
-    monkeypatch.setattr(store.engine.promotion, "promote", counted)
+    monkeypatch.setattr(store.engine.promotion, "settled", counted)
     tasks = [Task(lambda: store.restore(wide, ids(1))) for _ in range(20)]
     for _ in tasks:
         assert asked.acquire(timeout=PATIENCE_S)
@@ -144,7 +153,7 @@ def test_those_who_wait_get_what_the_first_one_brought(
     for task in tasks:
         with task.outcome() as restored:
             assert_rows(restored, model_rows(wide, ids(1)))
-    assert gate.loads == 1 and promotions(store)[0] == 1
+    assert len(gate.ids) == 1 and promotions(store)[0] == 1
     settled(store)
 
 

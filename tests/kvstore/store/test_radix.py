@@ -43,11 +43,27 @@ class Stored:
     start: int
 
 
+@dataclass(frozen=True)
+class State:
+    """A state ``on`` a record, at ``position``; ``trimmable`` ones can be cut back."""
+
+    number: int
+    on: Stored
+    position: int
+    trimmable: bool
+
+    @property
+    def prefix(self) -> Prefix:
+        tokens, attachments = self.on.prefix
+        return tokens[: self.position], tuple(item for item in attachments if item.start < self.position)
+
+
 class RadixMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.tree: RadixTree[Stored] = RadixTree()
-        self.nodes: dict[Stored, Node[Stored]] = {}
+        self.tree: RadixTree[Stored | State] = RadixTree()
+        self.nodes: dict[Stored, Node[Stored | State]] = {}
+        self.states: set[State] = set()
         self.numbers = 0
 
     def common(self, prefix: Prefix) -> int:
@@ -71,10 +87,27 @@ class RadixMachine(RuleBasedStateMachine):
             self.tree.remove(self.nodes.pop(record), record.start, record)
 
     def builds_on(self, record: Stored) -> bool:
-        return any(
+        return any(state.on == record for state in self.states) or any(
             0 < other.start and record.start < other.start and common_prefix(*other.prefix, *record.prefix) >= other.start
             for other in self.nodes if other != record
         )  # fmt: skip
+
+    @rule(data=st.data(), trimmable=st.booleans())
+    def add_state(self, data: st.DataObject, trimmable: bool) -> None:
+        if self.nodes:
+            on = data.draw(st.sampled_from(list(self.nodes)))
+            position = data.draw(st.integers(on.start + 1, len(on.prefix[0])))
+            self.numbers += 1
+            state = State(self.numbers, on, position, trimmable)
+            self.tree.add_state(self.nodes[on], position, state, trimmable=trimmable)
+            self.states.add(state)
+
+    @rule(data=st.data())
+    def remove_state(self, data: st.DataObject) -> None:
+        if self.states:
+            state = data.draw(st.sampled_from(sorted(self.states, key=lambda item: item.number)))
+            self.states.remove(state)
+            self.tree.remove_state(self.nodes[state.on], state.position, state, trimmable=state.trimmable)
 
     @rule(prefix=prefixes())
     def walk(self, prefix: Prefix) -> None:
@@ -100,6 +133,9 @@ class RadixMachine(RuleBasedStateMachine):
             for record in node.records:
                 shared = common_prefix(tokens, attachments, *record.prefix)
                 assert shared >= min(node.end, expected), "a record on the walk belongs to other tokens"
+        met = {state for node in walk.nodes for position, _, state in node.states if position <= expected}
+        of_ours = {item for item in self.states if common_prefix(tokens, attachments, *item.prefix) == item.position}
+        assert met == of_ours, "the states on the walk are those of the tokens that agree"
 
     @invariant()
     def every_record_lies_on_exactly_its_nodes(self) -> None:
@@ -131,6 +167,25 @@ class RadixMachine(RuleBasedStateMachine):
             pending.extend(node.children.values())
         assert count == self.tree.nodes
         assert self.nodes or not count
+
+    @invariant()
+    def every_state_lies_in_the_node_that_holds_the_token_before_it(self) -> None:
+        seen: set[State] = set()
+        pending = [self.tree.root]
+        while pending:
+            node = pending.pop()
+            pending.extend(node.children.values())
+            assert [position for position, _, _ in node.states] == sorted(position for position, _, _ in node.states)
+            for position, trimmable, state in node.states:
+                assert isinstance(state, State) and (position, trimmable) == (state.position, state.trimmable)
+                assert node.start < position <= node.end
+                tokens, attachments = state.prefix
+                assert self.tree.prefix(node, position) == (packed(tokens), attachments)
+                assert self.tree.node_at(self.nodes[state.on], position) is node
+                seen.add(state)
+            below = sum(child.trimmable for child in node.children.values())
+            assert node.trimmable == below + sum(trimmable for _, trimmable, _ in node.states)
+        assert seen == self.states
 
 
 TestRadix = RadixMachine.TestCase
