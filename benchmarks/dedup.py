@@ -19,6 +19,7 @@ import os
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from warmkv.kvstore.needs import needs_of_model
 from warmkv.kvstore.rows import row_bytes_of
 
 MODEL = Path(os.environ.get("WARMKV_BENCH_MODEL", ".demo/model"))
+VOCABULARY = 50_000
 WARM_BYTES, COLD_BYTES = 2 << 30, 4 << 30
 STORED_AIM, WRITTEN_AIM = 1.05, 1.2
 #: Tokens a second that agents pretend to compute: slow enough for the others to come meanwhile.
@@ -57,19 +59,14 @@ class Grown:
     whole: int
     windows: int
     states: int
-    saves_s: float
 
 
 def grow(name: str, identity: Identity, talk: Conversation, path: Path) -> Grown:
     runtime = Runtime(identity, len(talk.turns[-1]))
     more = np.append(talk.turns[-1], np.uint32(1))  # one to feed, so that all of the last state is usable
     with open_store(path) as store:
-        saves_s = 0.0
         for ids in talk.turns:
-            records = runtime.records(len(ids))
-            began = time.perf_counter()
-            saved = store.save(identity, ids, records, anchors=[Anchor(len(ids), AnchorKind.TURN)])
-            saves_s += time.perf_counter() - began
+            saved = store.save(identity, ids, runtime.records(len(ids)), anchors=[Anchor(len(ids), AnchorKind.TURN)])
             assert saved.stored, saved
         assert store.flush(120)
         stats, rows = store.stats(), payload(store, identity)
@@ -78,8 +75,8 @@ def grow(name: str, identity: Identity, talk: Conversation, path: Path) -> Grown
         check(store, runtime, more, "cold")
     sizes = [number(stats, *place) for place in (("warm", "bytes"), ("cold", "bytes"), ("cold", "bytes_written"))]
     positions = [len(ids) for ids in talk.turns]
-    every = sum(runtime.state_bytes(position) for position in positions)
-    return Grown(name, runtime.state_bytes(positions[-1]), every, *sizes, number(stats, "cold", "file_bytes"), *rows, saves_s)
+    every = [sum(runtime.record_bytes(position)) for position in positions]
+    return Grown(name, every[-1], sum(every), *sizes, number(stats, "cold", "file_bytes"), *rows)
 
 
 def open_store(path: Path) -> Store:
@@ -95,7 +92,8 @@ def check(store: Store, runtime: Runtime, ids: Ids, tier: str) -> None:
 def payload(store: Store, identity: Identity) -> tuple[int, int, int]:
     """Bytes of rows that are all needed, of rows in windows, and of states."""
     whole = windows = states = 0
-    groups = [(group.whole, sum(row_bytes_of(identity.layers[at]) for at in group.layers)) for group in needs_of_model(identity.layers).groups]
+    found = needs_of_model(identity.layers).groups
+    groups = [(group.whole, sum(row_bytes_of(identity.layers[at]) for at in group.layers)) for group in found]
     for record in store.engine.index.records.values():
         states += record.payload_bytes if record.is_state else 0
         for (all_rows, row_bytes), (first, last) in zip(groups, record.extents, strict=False):
@@ -114,16 +112,12 @@ def number(stats: dict[str, object], *place: str) -> int:
 
 
 def print_grown(found: list[Grown], talk: Conversation) -> None:
-    columns = ["", "last state (limit)", "every turn whole", "warm", "/ last", "cold", "/ last", "written", "/ last", "all rows", "windows", "states"]
-    rows = [
-        [
-            item.model, mb(item.last), mb(item.every), mb(item.warm), times(item.warm, item.last), mb(item.cold),
-            times(item.cold, item.last), mb(item.written), times(item.written, item.last), mb(item.whole), mb(item.windows),
-            mb(item.states),
-        ]
-        for item in found
-    ]  # fmt: skip
-    print_table(f"{len(talk.turns)} turns, {len(talk.turns[-1]):,} {talk.source}; MB", columns, rows)
+    columns = ["payload MB", "last state (limit)", "each turn whole", "full rows", "window rows", "states"]
+    rows = [[item.model, *map(mb, (item.last, item.every, item.whole, item.windows, item.states))] for item in found]
+    print_table(f"A conversation of {len(talk.turns)} turns, {len(talk.turns[-1]):,} {talk.source}", columns, rows)
+    columns = ["MB, and times the last state", "warm tier", "cold tier", "written to LMDB", "its file"]
+    sizes = [(item, (item.warm, item.cold, item.written, item.file)) for item in found]
+    print_table("What it takes", columns, [[item.model, *(share(size, item.last) for size in taken)] for item, taken in sizes])
 
 
 # -- agents that start together ---------------------------------------------------------------
@@ -131,54 +125,132 @@ def print_grown(found: list[Grown], talk: Conversation) -> None:
 
 @dataclass
 class Together:
-    """What agents computed and what their store then held."""
+    """Tokens agents computed, of ``prompts`` in all and ``least`` if nothing is computed twice; bytes
+    their store then held, and those of one copy. ``computed_whole`` agents found no system prompt."""
 
     model: str
     waiting: bool
-    agents: int
-    prompt_tokens: int
-    least_tokens: int
-    computed_tokens: int
+    least: int
+    prompts: int
+    computed: int
     computed_whole: int
     waits: int
-    held: int
     one_copy: int
-    took_s: float
+    held: int
 
 
-def together(name: str, identity: Identity, agents: int, system: int, tail: int, wait_s: float) -> Together:
+def together(name: str, identity: Identity, given: argparse.Namespace, wait_s: float) -> Together:
     """Agents with one system prompt and a question of their own, all at once."""
     rng = np.random.default_rng(0)
-    shared_ids = rng.integers(0, 50_000, system, dtype=np.uint32)
-    shared = Runtime(identity, system)
-    prompts = [np.concatenate([shared_ids, np.full(1, index, np.uint32), rng.integers(0, 50_000, tail, dtype=np.uint32)]) for index in range(agents)]
-    runtimes = [Agent(shared, len(ids), 1 + index) for index, ids in enumerate(prompts)]
-    computed, failures, start = [0] * agents, list[BaseException](), threading.Barrier(agents)
+    system = rng.integers(0, VOCABULARY, given.system, dtype=np.uint32)
+    shared = Runtime(identity, given.system)
+    tails = [np.append(np.uint32(VOCABULARY + at), rng.integers(0, VOCABULARY, given.tail - 1)) for at in range(given.agents)]
+    prompts = [np.concatenate([system, tail]).astype(np.uint32) for tail in tails]
+    runtimes = [Agent(shared, len(ids), 1 + at) for at, ids in enumerate(prompts)]
+    start = threading.Barrier(given.agents)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=Path.cwd()) as scratch, daemon(root=Path(scratch)) as served:
 
-        def run(index: int) -> None:
-            try:
-                with warmkv.connect(str(served.socket), strict=True, timeout_s=WAIT_S) as client:
-                    start.wait(WAIT_S)
-                    computed[index] = answer(client, runtimes[index], prompts[index], system, wait_s)
-            except BaseException as exc:  # noqa: BLE001 - told by the main thread
-                failures.append(exc)
-                start.abort()
+        def run(at: int) -> int:
+            with warmkv.connect(str(served.socket), strict=True, timeout_s=WAIT_S) as client:
+                start.wait(WAIT_S)
+                return answer(client, runtimes[at], prompts[at], given.system, wait_s)
 
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(agents)]
-        began = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        took_s = time.perf_counter() - began
-        if failures:
-            raise failures[0]
+        with ThreadPoolExecutor(given.agents) as pool:
+            computed = list(pool.map(run, range(given.agents)))
         with warmkv.connect(str(served.socket), strict=True) as client:
             stats = client.stats()
-    total = sum(len(ids) for ids in prompts)
-    one_copy = shared.state_bytes(system) + sum(model.state_bytes(model.length) - shared_rows(shared) for model in runtimes)
+            for runtime, ids in zip(runtimes, prompts, strict=True):
+                with client.restore(identity, np.append(ids, np.uint32(0))) as restored:
+                    assert restored.usable == len(ids), restored.match
+                    runtime.check(restored)
+    rows, states = shared.record_bytes(given.system)
+    own = [runtime.record_bytes(runtime.length) for runtime in runtimes]
+    one_copy = rows + states + sum(all_rows - rows + state for all_rows, state in own)
     return Together(
-        name, wait_s > 0, agents, total, system + agents * (tail + 1), sum(computed), sum(tokens >= system for tokens in computed),
-        number(stats, "waits"), number(stats, "warm", "bytes"), one_copy, took_s,
+        name, wait_s > 0, given.system + sum(map(len, tails)), sum(map(len, prompts)), sum(computed),
+        sum(tokens > given.tail for tokens in computed), number(stats, "waits"), one_copy, number(stats, "warm", "bytes"),
     )  # fmt: skip
+
+
+def answer(client: warmkv.Client, runtime: Agent, ids: Ids, system: int, wait_s: float) -> int:
+    """Take what is there, compute the rest, save it; tokens computed."""
+    with client.restore(runtime.identity, ids, wait_s=wait_s) as restored:
+        if restored:
+            runtime.check(restored)
+        usable, flight = restored.usable, restored.flight
+    try:
+        time.sleep((len(ids) - usable) / PREFILL_TPS)
+        # A model with recurrent layers stops at the anchors its client planned.
+        stops = [system, len(ids)] if needs_of_model(runtime.identity.layers).exact else [len(ids)]
+        for stop in stops:
+            if stop > usable:
+                assert client.save(runtime.identity, ids[:stop], runtime.records(stop)).stored
+    finally:
+        if flight is not None:
+            flight.close()
+    return len(ids) - usable
+
+
+def print_together(found: list[Together], given: argparse.Namespace) -> None:
+    columns = ["", "tokens computed", "of", "least (limit)", "agents without it", "waits", "MB held", "one copy (limit)"]
+    rows = [
+        [
+            f"{item.model}{', waiting' if item.waiting else ', not waiting'}", f"{item.computed:,}", f"{item.prompts:,}",
+            f"{item.least:,}", str(item.computed_whole), str(item.waits), share(item.held, item.one_copy), mb(item.one_copy),
+        ]
+        for item in found
+    ]  # fmt: skip
+    print_table(f"{given.agents} agents at once, {given.system:,} tokens in common and {given.tail} of their own", columns, rows)
+
+
+# -- telling ----------------------------------------------------------------------------------
+
+
+def mb(size: int) -> str:
+    return f"{size / 1e6:.1f}"
+
+
+def share(size: int, limit: int) -> str:
+    return f"{mb(size)}  {ratio(size, limit)}"
+
+
+def ratio(size: int, limit: int) -> str:
+    return f"{size / limit:.3f}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=50)
+    parser.add_argument("--model", type=Path, default=MODEL, help="whose tokenizer spells the conversation")
+    parser.add_argument("--agents", type=int, default=20)
+    parser.add_argument("--system", type=int, default=4096, help="tokens of the agents' system prompt")
+    parser.add_argument("--tail", type=int, default=200, help="tokens of each agent's question")
+    parser.add_argument("--trace", type=Path, help="a trace of Mooncake's form to replay")
+    parser.add_argument("--requests", type=int, default=0, help="of the trace; 0: all")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    talk = conversation(given.turns, given.model)
+    identities = models()
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=Path.cwd()) as scratch:
+        grown = [grow(name, identity, talk, Path(scratch) / str(at)) for at, (name, identity) in enumerate(identities.items())]
+    print_grown(grown, talk)
+    anywhere = {name: identity for name, identity in identities.items() if not any(layer.window for layer in identity.layers)}
+    started = [together(name, identity, given, wait_s) for name, identity in anywhere.items() for wait_s in (WAIT_S, 0.0)]
+    print_together(started, given)
+    full, first = grown[0], started[0]
+    rows = [
+        [f"{full.model}: warm / last state", ratio(full.warm, full.last), f"<= {STORED_AIM}"],
+        [f"{full.model}: cold / last state", ratio(full.cold, full.last), f"<= {STORED_AIM}"],
+        [f"{full.model}: written to LMDB / last state", ratio(full.written, full.last), f"<= {WRITTEN_AIM}"],
+        ["agents, waiting: computed / least", ratio(first.computed, first.least), "1.000"],
+        ["agents, waiting: held / one copy", ratio(first.held, first.one_copy), "reported"],
+    ]
+    print_table("Aims", ["", "measured", "aim"], rows)
+    replayed = mooncake.replay(given.trace, given.requests) if given.trace else []
+    told = {"grown": grown, "together": started, "trace": replayed}
+    write_json(given.json, {name: [asdict(item) for item in items] for name, items in told.items()})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

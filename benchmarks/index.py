@@ -295,21 +295,21 @@ def both(times: Sequence[float]) -> tuple[str, str]:
 
 
 def print_memory(runs: Sequence[tuple[str, Run]], found: Restart) -> None:
-    columns = ["", "segments", "nodes", "tokens", "bytes a node", "tokens of it", "seconds", "us a segment"]
-    columns += [f"blocks of {size}, bytes a node" for size in BLOCKS]
+    columns = ["bytes a node", "segments", "nodes", "tokens", "index", "its tokens", *(f"{size}-blocks" for size in BLOCKS)]
+    columns += ["seconds", "us each"]
     rows = []
     for name, run in runs:
-        rows.append([name, *counts(run), f"{run.build_s:.2f}", f"{run.build_s / run.segments * 1e6:.0f}"])
-        rows[-1] += [f"{run.block_bytes[size] / run.nodes:.0f}" for size in BLOCKS]
-    for name, took_s in (("restart from disk", found.load_s), ("  its heads read, no more (limit)", found.read_s)):
-        rows.append([name, *counts(found), f"{took_s:.2f}", f"{took_s / found.segments * 1e6:.0f}", "", ""])
+        rows.append([name, *counts(run), *(f"{run.block_bytes[size] / run.nodes:,.0f}" for size in BLOCKS)])
+        rows[-1] += [f"{run.build_s:.2f}", f"{run.build_s / run.segments * 1e6:.0f}"]
+    for name, took_s in (("restart from disk", found.load_s), ("  its heads read only (limit)", found.read_s)):
+        rows.append([name, *counts(found), *("" for _ in BLOCKS), f"{took_s:.2f}", f"{took_s / found.segments * 1e6:.0f}"])
     rows[-1][4] = rows[-1][5] = ""
     print_table("Memory and time to load", columns, rows)
 
 
 def counts(of: Run | Restart) -> list[str]:
     sizes = [f"{of.segments:,}", f"{of.nodes:,}", f"{of.tokens:,}"]
-    return [*sizes, f"{of.index_bytes / of.nodes:.0f}", f"{4 * of.tokens / of.nodes:.0f}"]
+    return [*sizes, f"{of.index_bytes / of.nodes:,.0f}", f"{4 * of.tokens / of.nodes:,.0f}"]
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-NAMES = ["first", "endurance"]
+NAMES = ["first", "endurance", "index", "dedup"]
 
 
 def main() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,9 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from harness import smollm_like
 
-from warmkv import (
-    Identity, LayerKind, LayerRows, LayerSpec, LayerState, PlaneFormat, PlaneRole, PlaneRows, PlaneSpec, Restored,
-)  # fmt: skip
+from warmkv import Identity, LayerKind, LayerRows, LayerSpec, LayerState, PlaneFormat, PlaneRole, PlaneRows, PlaneSpec, Restored
 from warmkv.kvstore.rows import stored_shape
 from warmkv.schema.records import row_bytes
 
@@ -68,7 +65,7 @@ def conversation(turns: int, model: Path) -> Conversation:
         messages.append({"role": "assistant", "content": text[at + ASKED : at + ASKED + ANSWERED]})
         rendered = tokenizer.apply_chat_template(messages, tokenize=False)
         made.append(np.array(tokenizer(rendered, add_special_tokens=False)["input_ids"], np.uint32))
-    return Conversation(tuple(made), f"tokens of {model.name}")
+    return Conversation(tuple(made), f"ids of the tokenizer in {model}")
 
 
 class Runtime:
@@ -97,9 +94,12 @@ class Runtime:
                 made.append(LayerState(index, position, tuple(self._state(index, spec, position) for spec in layer.state_planes)))
         return made
 
-    def state_bytes(self, position: int) -> int:
-        """Bytes of all that."""
-        return sum(plane.rows.nbytes for record in self.records(position) for plane in record.planes)
+    def record_bytes(self, position: int) -> tuple[int, int]:
+        """Bytes of all that: of rows, and of states."""
+        sizes = [0, 0]
+        for record in self.records(position):
+            sizes[isinstance(record, LayerState)] += sum(plane.rows.nbytes for plane in record.planes)
+        return sizes[0], sizes[1]
 
     def check(self, restored: Restored) -> None:
         """AssertionError unless it is, bit for bit, what this model had there."""

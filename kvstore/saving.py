@@ -180,7 +180,7 @@ class _Round:
             steps.append(_Step(self._window_from, held, partial(self._segment, self._window_from, held, parent, widening)))
         if held < length:
             steps.append(_Step(held, length, partial(self._rows, 0)))
-            if any(len(found) > 1 and found[0].end > held for found in self._records.rows.values()):
+            if any(_in_two(found, held) for found in self._records.rows.values()):
                 steps.append(_Step(held, length, partial(self._rows, 1)))
         steps += self._constants()
         states = self._states(Provides(self._offered.provides))
@@ -319,3 +319,8 @@ class _Round:
 
 def _has_importance(state: LayerState) -> bool:
     return any(plane.role == PlaneRole.IMPORTANCE for plane in state.planes)
+
+
+def _in_two(found: tuple[LayerRows, ...], held: int) -> bool:
+    """Whether rows behind ``held`` come in two ranges, neither empty."""
+    return len(found) > 1 and found[0].end > held and found[1].first < found[1].end

@@ -34,7 +34,7 @@ def ls(as_json: bool, socket: Path | None, store: Path | None, namespace: str) -
     elif namespace:
         output.table(f"prefixes of {key}", PREFIX_COLUMNS, [prefix_row(row) for row in report["rows"]])
     else:
-        columns = ("namespace", "architecture", "layers", "dtype", "records", "tokens", "warm", "cold")
+        columns = ("namespace", "architecture", "layers", "dtype", "records", "states", "tokens", "warm", "cold")
         output.table("namespaces", columns, [_namespace_row(row) for row in report["rows"]])
     return 0
 
@@ -50,4 +50,5 @@ def prefix_row(row: dict[str, Any]) -> tuple[object, ...]:
 
 def _namespace_row(row: dict[str, Any]) -> tuple[object, ...]:
     sizes = (output.size(row["warm_bytes"]), output.size(row["cold_bytes"]))
-    return (row["namespace"], row["architecture"], row["layers"], row["compute_dtype"], row["records"], row["tokens"], *sizes)
+    counts = (row["records"], row["states"], row["tokens"])
+    return (row["namespace"], row["architecture"], row["layers"], row["compute_dtype"], *counts, *sizes)

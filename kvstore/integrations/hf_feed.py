@@ -63,7 +63,7 @@ def generate_arguments(
         embed = cast(torch.nn.Module, model.get_input_embeddings())
         with torch.no_grad():
             arguments["inputs_embeds"] = embed(ids[:, start:])
-        pass
+        arguments["attention_mask"] = torch.ones_like(ids[:, start:])
         arguments |= _lengths(options, defaults, int(ids.shape[1]))
     return arguments
 

@@ -11,11 +11,10 @@ can go wrong in the store costs time, never the answer.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import cast
 
@@ -23,28 +22,29 @@ import numpy as np
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerBase
 
+from warmkv.kvstore.admission import Admission
 from warmkv.kvstore.integrations import hf_cache, hf_feed, hf_records, hf_request
 from warmkv.kvstore.integrations.hf_adapters import base_model
 from warmkv.kvstore.integrations.hf_anchors import AnchorPlan, last_and_branch, stops
+from warmkv.kvstore.integrations.hf_conversation import Conversation
+from warmkv.kvstore.integrations.hf_first import with_first
 from warmkv.kvstore.integrations.hf_identity import ModelIdentity
 from warmkv.kvstore.integrations.hf_request import Messages
+from warmkv.kvstore.integrations.hf_saves import Saves, settled
 from warmkv.kvstore.integrations.hf_start import Live, PrefixStore, Source, Start, Starts
 from warmkv.kvstore.integrations.hf_tensors import Weights
 from warmkv.kvstore.integrations.hf_versions import continues_at_once
+from warmkv.kvstore.restored import Flight
 from warmkv.kvstore.results import Saved
 from warmkv.kvstore.verbs import Ack
-from warmkv.schema.errors import RecordError, WarmKVError
+from warmkv.schema.errors import RecordError
 from warmkv.schema.identity import Identity
 from warmkv.schema.records import Anchor, AnchorKind, Tokens, TokensLike
 
-__all__ = ["AnchorPlan", "Generated", "PrefixStore", "PromptCache", "Source"]
+#: A prompt of which so many tokens were computed is saved before its answer: others may wait for it.
+EARLY_TOKENS = 256
 
-#: Saves of one prompt that may be under way before its prefill waits for the oldest, and for how long:
-#: a queue that is full would give up the state at an anchor.
-BACKLOG, BACKLOG_S = 4, 1.0
-#: How long a prompt that the live cache cannot serve waits for the saves of the turn before it.
-SETTLE_S = 2.0
-log = logging.getLogger("warmkv.transformers")
+__all__ = ["AnchorPlan", "Generated", "PrefixStore", "PromptCache", "Source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,8 @@ class Generated:
     tokens. Of ``prompt_tokens``, ``matched`` agreed with the source, ``usable`` were resumed from
     and ``suffix_tokens`` were computed. ``source`` is "none" for a cold run, ``tier`` the store's
     tier where the store was the source; ``restore_s`` is the time from the first question to the
-    store until the cache was ready. ``saved`` resolves once the new state is stored or given up."""
+    store until the cache was ready. ``saved`` resolves once the new state is stored or given up.
+    ``reason`` says, with words decoded, why the store had no more."""
 
     ids: tuple[int, ...]
     new_ids: tuple[int, ...]
@@ -68,6 +69,7 @@ class Generated:
     restore_s: float
     source: Source
     saved: Future[Saved]
+    reason: str = ""
 
 
 class PromptCache:
@@ -75,7 +77,12 @@ class PromptCache:
 
     ``model`` is a transformers model (or a LoRA wrapper around one) in eval mode; ``ack`` and
     ``background`` say how `generate` saves: by default it hands the state to `save_async` and goes
-    on. ``anchors`` plans where models that resume nowhere else keep their state within a prompt.
+    on. ``anchors`` plans where models that resume nowhere else keep their state within a prompt;
+    conversations are planned from their messages instead, at most ``max_anchors`` positions of a
+    prompt, unless a plan was given. What a template will not repeat (the thinking of an answer) is
+    not kept, unless ``keep_thinking``. A prompt that another process is computing is waited for,
+    ``wait_s`` at most and twice as long as computing it would take. ``admission`` holds measured
+    speeds: prompts computed faster than the store could answer are not asked about or kept.
     ``weights`` says how changes of the model are noticed, see `hf_tensors.TensorDigests`: "auto"
     reads all bytes at every call up to 2 GiB of host memory, beyond that it trusts torch's version
     counters and a sample. ``salt`` separates tenants that share a store.
@@ -89,21 +96,24 @@ class PromptCache:
     def __init__(
         self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, client_or_store: PrefixStore, *, ack: Ack = "memory",
         background: bool = True, weights: Weights = "auto", salt: str | bytes | None = None,
-        anchors: AnchorPlan = last_and_branch,
+        anchors: AnchorPlan = last_and_branch, max_anchors: int = 6, keep_thinking: bool = False, wait_s: float = 60.0,
+        admission: Admission | None = None,
     ) -> None:  # fmt: skip
         self._model = model
         self._base = base_model(model)
         self._tokenizer = tokenizer
         self._prefixes = client_or_store
         self._ack: Ack = ack
-        self._background = background
         self._plan = anchors
+        self._max_anchors = max_anchors
+        self._keep_thinking = keep_thinking
+        self._admission = Admission() if admission is None else admission
         self._identity = ModelIdentity(model, tokenizer, weights=weights, salt=salt)
-        self._starts = Starts(self._base, self._identity, client_or_store, self._failed, self._settle)
+        self._saves = Saves(client_or_store, self._identity, background=background)
+        decode = cast(Callable[[Sequence[int]], str], tokenizer.decode)
+        self._starts = Starts(self._base, self._identity, client_or_store, self._saves, self._admission, decode, wait_s)
         self._live: Live | None = None
-        self._saving: list[Future[Saved]] = []
         self._lock = threading.RLock()
-        self._warned = False
         self._identity.now()
 
     def identity(self) -> Identity:
@@ -130,13 +140,15 @@ class PromptCache:
         generate: max_new_tokens, do_sample, eos_token_id, streamer, logits_processor,
         stopping_criteria and the like. Raises UnsupportedError for those that are refused, and
         whatever the model raises. A failing store is one logged warning and a cold run."""
+        conversation: Conversation | None = None
         if hf_request.is_messages(messages_or_ids):
-            tokens = self.render(cast(Messages, messages_or_ids), tools=tools, template=template)
+            messages = cast(Messages, messages_or_ids)
+            tokens = self.render(messages, tools=tools, template=template)
+            conversation = Conversation(self._tokenizer, messages, tools, template or {})
         else:
             tokens = hf_request.token_ids(cast(TokensLike, messages_or_ids))
             hf_request.require_unpadded(tokens, self._tokenizer)
         passed = hf_request.check_options(options, self._defaults, len(tokens))
-        ack = ack or self._ack
         with self._lock:
             identity = self._identity.now()
             if self._identity.geometry.rowless:
@@ -145,16 +157,13 @@ class PromptCache:
             live, self._live = self._live, None  # a turn that fails must not leave a half-grown cache behind
             start = self._starts.best(identity, tokens, live)
             restore_s = time.perf_counter() - began
-            planned = self._plan(tokens, start.matched, start.usable) if anchors is None else anchors
-            sequence, named = self._run(identity, tokens, start, tuple(planned), passed, ack)
-            saved = self._save(identity, sequence, start.cache, ack, named, keep=True)
-        new = sequence[len(tokens) :].tolist()
-        text = cast(str, self._tokenizer.decode(new, skip_special_tokens=True))
-        return Generated(
-            ids=tuple(sequence.tolist()), new_ids=tuple(new), text=text, prompt_tokens=len(tokens),
-            suffix_tokens=len(tokens) - start.usable, matched=start.matched, usable=start.usable, tier=start.tier,
-            restore_s=restore_s, source=start.source, saved=saved,
-        )  # fmt: skip
+            try:
+                planned = self._planned(conversation, tokens, start) if anchors is None else tuple(anchors)
+                return self._answer(identity, tokens, start, planned, passed, ack or self._ack, conversation, restore_s)
+            except BaseException:
+                if start.flight is not None:
+                    start.flight.close()
+                raise
 
     def load(self, ids: TokensLike | torch.Tensor) -> DynamicCache:
         """A cache with the longest usable prefix of ``ids``, shorter than ``ids`` by at least one
@@ -187,6 +196,34 @@ class PromptCache:
 
     # -- one turn ------------------------------------------------------------------------
 
+    def _planned(self, conversation: Conversation | None, tokens: Tokens, start: Start) -> tuple[int | Anchor, ...]:
+        """Where the prefill stops to keep the state."""
+        if start.bypass or (self._identity.geometry.resumes_anywhere and self._plan is last_and_branch):
+            return ()
+        if conversation is None or self._plan is not last_and_branch:
+            return tuple(self._plan(tokens, start.matched, start.usable))
+        found = conversation.anchors(tokens, start.usable, self._max_anchors)
+        return (*found, start.matched) if found else tuple(self._plan(tokens, start.matched, start.usable))
+
+    def _answer(
+        self, identity: Identity, tokens: Tokens, start: Start, planned: tuple[int | Anchor, ...], options: hf_request.Options,
+        ack: Ack, conversation: Conversation | None, restore_s: float,
+    ) -> Generated:  # fmt: skip
+        sequence, named = self._run(identity, tokens, start, planned, options, ack)
+        new = sequence[len(tokens) :].tolist()
+        text = cast(str, self._tokenizer.decode(new, skip_special_tokens=True))
+        kept = len(sequence)
+        if conversation is not None and not self._keep_thinking:
+            kept = max(len(tokens), conversation.live(sequence, text))
+        saved = self._keep(identity, sequence, start, ack, named, kept)
+        if start.flight is not None:
+            _close_after(start.flight, saved)
+        return Generated(
+            ids=tuple(sequence.tolist()), new_ids=tuple(new), text=text, prompt_tokens=len(tokens),
+            suffix_tokens=len(tokens) - start.usable, matched=start.matched, usable=start.usable, tier=start.tier,
+            restore_s=restore_s, source=start.source, saved=saved, reason=start.reason,
+        )  # fmt: skip
+
     @property
     def _defaults(self) -> GenerationConfig | None:
         return getattr(self._base, "generation_config", None)
@@ -202,6 +239,15 @@ class PromptCache:
         anchors = stops(planned, len(tokens), start.usable)
         pieces, later = ((), anchors) if geometry.resumes_anywhere else (anchors, ())
         held = self._prefill(identity, tokens, ids, start, pieces, ack)
+        began = time.perf_counter()
+
+        def computed() -> None:
+            """The prompt is computed; those who wait for it need not wait for the answer."""
+            self._admission.note_prefill(len(tokens) - held, time.perf_counter() - began)
+            if start.flight is not None and geometry.resumes_anywhere and len(tokens) - held >= EARLY_TOKENS:
+                _close_after(start.flight, self._saves.put(identity, tokens, start.cache, ack=ack))
+
+        options = {**options, "logits_processor": with_first(options.get("logits_processor"), computed)}
         arguments = hf_feed.generate_arguments(self._base, start.cache, ids, held, options, self._defaults)
         # Wrappers of adapters do not let embeddings through; the model below has the adapters in it.
         model = self._base if "inputs_embeds" in arguments else self._model
@@ -225,58 +271,40 @@ class PromptCache:
         saves: list[Future[Saved]] = []
         for position, anchor in targets.items():
             feed = hf_feed.feed if at_once or at == 0 else hf_feed.feed_singly
+            began = time.perf_counter()
             with torch.no_grad():
                 feed(self._base, cache, ids[:, at:position], at)
+            self._admission.note_prefill(position - at, time.perf_counter() - began)
             at = position
             if anchor is not None:
-                wait(saves[-BACKLOG:][:1] if len(saves) >= BACKLOG else (), BACKLOG_S)
+                self._saves.hold_back(saves)
                 named = (anchor,) if anchor.kind != AnchorKind.UNSPECIFIED else ()
-                saves.append(self._save(identity, tokens[:at], cache, ack, named))
+                saves.append(self._saves.put(identity, tokens[:at], cache, ack=ack, anchors=named))
+        if saves and start.flight is not None:
+            _close_after(start.flight, saves[-1])
         return at
+
+    def _keep(
+        self, identity: Identity, sequence: Tokens, start: Start, ack: Ack, named: tuple[Anchor, ...], kept: int
+    ) -> Future[Saved]:
+        """Keep the cache for the next turn, and save what a later prompt can share of it."""
+        cache = start.cache
+        try:
+            length = _covered(len(sequence), cache)
+        except Exception as exc:  # noqa: BLE001 - the answer stands
+            self._saves.failed("saved to", exc)
+            return settled(Saved(False, reason=str(exc)))
+        if start.bypass:
+            saved = settled(Saved(False, reason=f"{length} tokens are computed faster than a store answers"))
+        else:
+            saved = self._saves.put(identity, sequence[:length], cache, ack=ack, anchors=named, kept=kept)
+        if self._identity.now(trust_version=True) == identity:
+            self._live = Live(identity, sequence[:length], cache)
+        return saved
 
     @property
     def _model_type(self) -> str:
         return str(self._base.config.get_text_config(decoder=True).model_type)
-
-    def _save(
-        self, identity: Identity, sequence: Tokens, cache: DynamicCache, ack: Ack, named: tuple[Anchor, ...], *,
-        keep: bool = False,
-    ) -> Future[Saved]:  # fmt: skip
-        """Save what ``cache`` holds of ``sequence``, and ``keep`` it for the next turn; never raises
-        for the store."""
-        try:
-            length = _covered(len(sequence), cache)
-            # The state was computed while others could write to the model: look again, cheaply.
-            if self._identity.now(trust_version=True) != identity:
-                raise RecordError("the model changed while it generated; the new state fits neither of the two")
-            records = hf_records.to_records(cache, self._identity.geometry, length)
-            if keep:
-                self._live = Live(identity, sequence[:length], cache)
-            verb = self._prefixes.save_async if self._background else self._prefixes.save
-            outcome = verb(identity, sequence[:length], records, ack=ack, anchors=named)
-        except Exception as exc:  # noqa: BLE001 - whatever a store does, the answer stands
-            self._failed("saved to", exc)
-            outcome = Saved(False, reason=str(exc))
-        if isinstance(outcome, Saved):
-            done: Future[Saved] = Future()
-            done.set_result(outcome)
-            return done
-        outcome.add_done_callback(self._saved)
-        self._saving = [*(future for future in self._saving if not future.done()), outcome]
-        return outcome
-
-    def _settle(self) -> None:
-        wait(self._saving, SETTLE_S)
-
-    def _saved(self, done: Future[Saved]) -> None:
-        if not done.cancelled() and (exc := done.exception()) is not None:
-            self._failed("saved to", exc)
-
-    def _failed(self, verb: str, exc: BaseException) -> None:
-        level = logging.DEBUG if self._warned else logging.WARNING
-        self._warned = True
-        known = isinstance(exc, WarmKVError)
-        log.log(level, "state was not %s the store: %s: %s", verb, type(exc).__name__, exc, exc_info=None if known else exc)
 
 
 def _covered(length: int, cache: DynamicCache) -> int:
@@ -287,3 +315,8 @@ def _covered(length: int, cache: DynamicCache) -> int:
             f"the cache holds rows of {held} tokens, {length} ids were given; expected {length} or {length - 1} rows"
         )
     return held
+
+
+def _close_after(flight: Flight, saved: Future[Saved]) -> None:
+    """Let those who wait for a prompt go on once its state is saved, or will not be."""
+    saved.add_done_callback(lambda _: flight.close())

@@ -41,6 +41,9 @@ from warmkv.schema.records import (
 from warmkv.schema.segment import SegmentHeader
 
 MAX_ANCHORS = 4096
+#: Rows that came too late are refused where they are this part of a segment or more; of fewer
+#: the second copy costs less than another round.
+TWICE = 8
 #: The name stays in the index as long as the record does, in whichever tier.
 MAX_WRITER_CHARACTERS = 128
 
@@ -211,6 +214,7 @@ class Intake:
             if known is None:
                 if parent is not None and parent.gone:
                     raise OfferAgain("what the save builds on was evicted meanwhile")
+                self._refuse_twice(arrival, tokens, attachments)
                 self._warm.ledger.use(request.reservation, arrival.total_bytes)
                 self._warm.make_room(arrival.total_bytes, parent)
                 # Making room may have waited: somebody else may have saved or dropped the same.
@@ -223,7 +227,7 @@ class Intake:
                 raise OfferAgain("what the save builds on went while room was made for it")
             record = self._admit(arrival, owner, parent, tokens, attachments)
             self._annotate(record, anchors)
-            self._warm.keep_anchors(record.namespace, self._options.anchors, newest=record)
+            self._warm.keep_anchors(record.namespace, self._options.anchors, newest=[record])
             if self._writer is not None:
                 self._writer.enqueue(record)
             self._index.changed.notify_all()
@@ -303,6 +307,22 @@ class Intake:
             return path.covering(header.end) if path.holds(arrival.coverage.extents) and path.held() >= header.end else None
         return path.providing(header.position, arrival.provides)
 
+    def _refuse_twice(self, arrival: _Arrival, tokens: bytes, attachments: tuple[Attachment, ...]) -> None:
+        """OfferAgain where somebody else saved a good part of these rows since they were offered:
+        rows are stored once, and what is left to send is less."""
+        header = arrival.header
+        if not isinstance(header, SegmentHeader):
+            return
+        namespace = self._index.namespaces.get(header.namespace)
+        groups = namespace.needs.groups if namespace is not None else ()
+        if not any(group.whole and last for group, (_, last) in zip(groups, arrival.coverage.extents, strict=False)):
+            return
+        fields = b"".join(arrival.coverage.fields) if arrival.coverage.fields else None
+        path = self._index.path(header.namespace, header.lineage, tokens, attachments, fields)
+        held = path.held() if path is not None else 0
+        if (held - header.start) * TWICE >= header.end - header.start:
+            raise OfferAgain(f"rows [{header.start}, {held}) were saved by somebody else meanwhile")
+
     def annotate(self, request: m.Annotate) -> m.Committed:
         """Anchors for, and an acknowledgement of, what is held already. Raises OfferAgain."""
         self.give_back(request.reservation)
@@ -317,9 +337,9 @@ class Intake:
             if path is None or record is None or held < length:
                 raise OfferAgain("what was held was evicted meanwhile")
             self._annotate(record, anchors)
-            self._warm.keep_anchors(record.namespace, self._options.anchors)
-            self.duplicates += 1
             beside = [item for item in path.along() if item.is_state and item.end == length]
+            self._warm.keep_anchors(record.namespace, self._options.anchors, newest=beside)
+            self.duplicates += 1
             wanted = [record, *path.windows(length), *beside]
         durable = self._acknowledge(list(dict.fromkeys(wanted)), request.ack, bool(anchors))
         return m.Committed(record.id, held, 0, True, durable)

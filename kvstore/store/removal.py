@@ -37,7 +37,7 @@ class Removal:
             shared = path.shared() if path is not None else 0
             # States first, then what they hang on.
             for record in sorted(along, key=lambda item: (-item.start, not item.is_state)):
-                if record.end > shared and not record.children:
+                if record.end > shared and not record.children and _first_row(record) >= shared:
                     dropped.append(record)
                     self._drop(record)
         return self._finish(dropped)
@@ -89,3 +89,8 @@ class Removal:
         with self._index.changed:
             self._index.changed.notify_all()
         return m.Forgotten(len(dropped), sum(record.total_bytes for record in dropped))
+
+
+def _first_row(record: Record) -> int:
+    """The first row a segment holds; of a state, which looks back at none, its position."""
+    return min((first for first, last in record.extents if first < last), default=record.end)

@@ -173,8 +173,11 @@ def _states(chain: list[Record]) -> list[Record]:
 
 
 def _is_end(record: Record) -> bool:
-    """Whether no longer prompt builds on a segment."""
-    return all(child.is_state or child.end <= record.end for child in record.children)
+    """Whether a stored prompt ends with a segment: none that is longer builds on it, and it was
+    not packed from others that are there too."""
+    if record.packed and record.node is not None and any(not item.packed for item in record.node.records):
+        return False
+    return all(child.is_state or child.packed or child.end <= record.end for child in record.children)
 
 
 def _namespace_row(item: Namespace) -> dict[str, object]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from warmkv.kvstore.store.index import Cold, Index, Namespace, Record
 from warmkv.kvstore.store.ledger import Ledger
@@ -89,7 +89,7 @@ class WarmTier:
         if record.cold == Cold.ABSENT and not record.gone:
             self._index.drop(record)
 
-    def keep_anchors(self, namespace: Namespace, limit: int, newest: Record | None = None) -> None:
+    def keep_anchors(self, namespace: Namespace, limit: int, newest: Sequence[Record] = ()) -> None:
         """Let the least recently used states at named positions go until ``limit`` of a namespace
         are left; 0 is no limit. What is leased, pinned, on its way to disk, or ``newest``, stays."""
         if not limit:
@@ -100,7 +100,7 @@ class WarmTier:
         surplus = len(named) - limit
         for record in named:
             dirty = record.cold in (Cold.QUEUED, Cold.WRITING)
-            if surplus > 0 and not (record is newest or dirty or record.pinned_until_ns > now_ns or self.leased(record)):
+            if surplus > 0 and not (record in newest or dirty or record.pinned_until_ns > now_ns or self.leased(record)):
                 self.evict(record)
                 surplus -= 1
 

@@ -176,6 +176,8 @@ def refused(sender: Sender, grant: Grant, error: type[WarmKVError], match: str |
     with pytest.raises(error, match=match) as caught:
         take(sender, grant, **options)
     assert caught.type is error
+    # At once, while the frames of the failure are still alive.
+    assert (sender.released, sender.landed) == (1, 1)
     del caught
     assert (sender.released, sender.landed) == (1, 1)
     for fd in grant.fds:
@@ -475,6 +477,10 @@ SEGMENTS: dict[str, Any] = {
     "another token at its start": other(ids=[*TOKENS[:5], 99, *TOKENS[6:]]),
     "another token at its end": other(ids=[*TOKENS[:8], 99]),
     "an image that is not ours": other(attachments=(Attachment(6, 2, IMAGE),)),
+    "another lineage under our id": second(lambda item: edited(item, lineage=FOLDED)),
+    "another namespace under our id": second(lambda item: edited(item, namespace=NamespaceKey(b"o" * 16))),
+    "another token under our id": second(lambda item: edited(item, tokens=as_tokens([*TOKENS[5:8], 99]))),
+    "an image under our id": second(lambda item: edited(item, attachments=(Attachment(6, 2, IMAGE),))),
     "another id than announced": second(lambda item: replace(item, id=RecordId(b"x" * 16))),
     "the first segment twice": parts_of(lambda s: [(s.segment(0, 5), 0, 5), (s.segment(0, 5), 5, 9)]),
     "a state instead": parts_of(lambda s: [(s.segment(0, 5), 0, 5), (s.logits(9), 5, 9)]),
@@ -593,6 +599,12 @@ STATES: dict[str, Any] = {
     "one with an image that is not ours": with_states(state(attachments=IMAGES)),
     "one behind all tokens": with_states(lambda s: (replace(s, ids=QUERY).state(10), 10, 10)),
     "one of another model": with_states(lambda s: (replace(s, identity=mixed_identity(CONV)).state(9), 9, 9)),
+    "one of another lineage under our id": with_states(lambda s: (edited(s.state(9), lineage=FOLDED), 9, 9)),
+    "one of another namespace under our id": with_states(
+        lambda s: (edited(s.state(9), namespace=NamespaceKey(b"o" * 16)), 9, 9)
+    ),
+    "one with an image under our id": with_states(lambda s: (edited(s.state(9), attachments=IMAGES), 9, 9)),
+    "one told to be elsewhere under our id": with_states(lambda s: (edited(s.state(9), position=8), 8, 8)),
     "one that is named like another": with_states(
         lambda s: (edited(s.state(9), id=RecordId(b"x" * 16)), 9, 9)
     ),

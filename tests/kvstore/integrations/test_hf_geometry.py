@@ -55,7 +55,8 @@ def test_every_kind_is_what_its_layers_are(kind: str, tiny: PreTrainedModel) -> 
 def test_where_a_model_resumes_follows_from_its_layers(kind: str, tiny: PreTrainedModel) -> None:
     geometry = observe(tiny, CPU)
     assert geometry.resumes_anywhere == (kind in ("llama", "deepseek_v32"))
-    assert geometry.stateful == (kind not in ("llama", "deepseek_v32", "gemma3", "gemma3n", "llama4"))
+    assert geometry.delicate == (kind not in ("llama", "gemma3", "gemma3n", "llama4"))
+    assert geometry.rowless == (kind in ("mamba", "mamba2"))
 
 
 def test_formats_and_shapes_are_those_of_the_tensors(make_tiny: MakeTiny) -> None:

@@ -17,7 +17,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from warmkv.kvstore.integrations import hf_feed
 from warmkv.kvstore.integrations.hf_cache import cache_length, new_cache
-from warmkv.kvstore.integrations.transformers import BACKLOG, Generated, PromptCache
+from warmkv.kvstore.integrations.hf_saves import BACKLOG
+from warmkv.kvstore.integrations.transformers import Generated, PromptCache
 from warmkv.kvstore.results import Saved
 from warmkv.kvstore.rows import LayerState
 from warmkv.kvstore.store import Store, open_store

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import warmkv
 from warmkv.kvstore.planning import STEP, Plan, Planned, Rank, encode, plan
 from warmkv.schema.errors import RecordError
 from warmkv.schema.records import Anchor, AnchorKind, Attachment, pack_anchors, unpack_anchors
@@ -375,6 +379,20 @@ def test_bad_input_is_a_typed_error(families: Any, options: dict[str, Any], says
         planned(families.FAMILIES["chatml"].renderer(), talk(1), **options)
     with pytest.raises(RecordError, match="span"):
         plan(families.FAMILIES["chatml"].renderer(), talk(1), [1, 2**32])
+
+
+def test_planning_loads_neither_templates_nor_stores(tmp_path: Path) -> None:
+    program = "import sys, warmkv.kvstore.planning; print(*sorted(sys.modules))"
+    where = str(Path(warmkv.__file__).absolute().parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env={"PYTHONPATH": where}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    assert "warmkv.kvstore.planning.plan" in loaded
+    assert loaded & {"jinja2", "transformers", "tokenizers", "torch", "lmdb"} == set()
+    ours = {name for name in loaded if name.startswith("warmkv.")}
+    assert {name for name in ours if not name.startswith(("warmkv.kvstore.planning", "warmkv.schema"))} == {"warmkv.kvstore"}
 
 
 # -- what it costs ----------------------------------------------------------------------------

@@ -52,6 +52,7 @@ def store(request: pytest.FixtureRequest, open_store_with: OpenStore, descriptor
     other = mixed_identity(FULL, RECURRENT, seed=9)
     opened.save(other, IDS, records_at(other, IDS))
     opened.flush()
+    gc.collect()  # what tests before this one left to the collector
     before = held(opened), descriptors()
     yield opened
     gc.collect()

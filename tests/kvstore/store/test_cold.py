@@ -23,6 +23,7 @@ from warmkv.kvstore.store.check import check
 from warmkv.kvstore.store.cold import ColdTier, WriteItem
 from warmkv.kvstore.store.index import Cold
 from warmkv.kvstore.testing import TOKENS, assert_rows, check_restore, model_rows, random_identity, random_rows, save
+from warmkv.kvstore.testing.samples import FULL, RECURRENT, mixed_identity, sliding
 from warmkv.schema import lmdb_records
 from warmkv.schema.errors import StoreError, StoreInUse, StoreTooNew
 from warmkv.schema.identity import Identity, PlaneFormat
@@ -63,7 +64,7 @@ def let_go(store: Store) -> None:
     assert store.flush(60)
     with store.engine.index.changed:
         for record in list(store.engine.index.warm_order):
-            assert record.cold == Cold.STORED
+            assert record.packed or record.cold == Cold.STORED
             store.engine.warm.evict(record)
     store.engine.warm.reap()
 
@@ -139,7 +140,7 @@ def flip(store: Store, name: bytes, id_: RecordId, at: int) -> int:
     """Flip one bit of byte ``at`` in the value of a record; the value's size."""
     assert store.engine.cold is not None
     env = store.engine.cold._env
-    key = id_ if name == b"segments" else lmdb_records.chunk_key(id_, 0)
+    key = lmdb_records.chunk_key(id_, 0) if name == b"chunks" else id_
     with env.begin(write=True) as txn:
         value = bytearray(txn.get(key, db=env.db[name]) or b"")
         assert value
@@ -362,10 +363,80 @@ def test_left_over_pieces_are_swept(open_store_with: OpenStore, identity: Identi
         assert len(table(env, b"chunks")) == 4
 
 
-def test_parents_are_committed_before_their_children(
-    open_store_with: OpenStore, identity: Identity, monkeypatch: pytest.MonkeyPatch
-) -> None:
+STATEFUL = mixed_identity(FULL, sliding(4), RECURRENT)
+
+
+def ids_of(store: Store, tokens: list[int]) -> tuple[RecordId, RecordId]:
+    """The deepest segment along these tokens, and the state at their end."""
+    saved = save(store, STATEFUL, tokens, ack="disk")
+    with store.engine.index.changed:
+        (state,) = [r for r in store.engine.index.records.values() if r.is_state and r.parent and r.parent.id == saved.id]
+        assert saved.id is not None and state.end == len(tokens)
+        return saved.id, state.id
+
+
+def test_states_that_are_not_whole_are_swept_and_their_rows_stay(open_store_with: OpenStore) -> None:
+    """Without its segment, without its chunk, in the wrong table, or unreadable: the state goes,
+    what it was a state of is still there to be built on."""
     store = open_store_with(True)
+    orphan, cut, moved, unread, _ = (ids_of(store, ids(seed, 20)) for seed in range(5))
+    path = where(store)
+    store.close()
+    with side_door(path) as env:
+        db = {name: env.open_db(name) for name in lmdb_records.TABLES}
+        with env.begin(write=True) as txn:
+            txn.delete(orphan[0], db=db[b"segments"])
+            txn.delete(lmdb_records.chunk_key(cut[1], 0), db=db[b"chunks"])
+            txn.put(moved[1], bytes(txn.get(moved[1], db=db[b"states"]) or b""), db=db[b"segments"])
+            txn.delete(moved[1], db=db[b"states"])
+            txn.put(unread[1], b"not a head", db=db[b"states"])
+    again = open_store_with(True)
+    assert again.engine.swept == 5 and check(again.engine) == []
+    assert [again.match(STATEFUL, [*ids(seed, 20), 7]).matched for seed in range(5)] == [0, 20, 20, 20, 20]
+    for seed in range(5):
+        check_restore(again, STATEFUL, [*ids(seed, 20), 7], 20 if seed == 4 else 0, verify=True)
+    for seed in range(5):
+        save(again, STATEFUL, ids(seed, 20), ack="disk")
+    again.close()
+    last = open_store_with(True)
+    assert last.engine.swept == 0
+    for seed in range(5):
+        check_restore(last, STATEFUL, [*ids(seed, 20), 7], 20, verify=True)
+    last.close()
+    with side_door(path) as env:
+        assert {len(table(env, b"states")), len(table(env, b"segments"))} == {5}
+
+
+@pytest.mark.parametrize("name", [b"states", b"chunks"])
+def test_a_flipped_byte_of_a_state_costs_that_state_only(open_store_with: OpenStore, name: bytes) -> None:
+    """The one before it is given instead, and the rows of both stay."""
+    store = open_store_with(True)
+    ids_of(store, ids(1, 12))
+    quarantines, at = 0, 0
+    while True:
+        _, state = ids_of(store, ids(1, 20))
+        let_go(store)
+        size = flip(store, name, state, at)
+        if at >= size:
+            break
+        assert store.match(STATEFUL, [*ids(1, 20), 7]).usable == 20
+        with store.restore(STATEFUL, [*ids(1, 20), 7]) as restored:
+            assert (restored.matched, restored.usable) == (20, 12), f"byte {at} of {name.decode()}"
+        quarantines += 1
+        assert store.stats()["quarantines"] == quarantines
+        check_restore(store, STATEFUL, [*ids(1, 20), 7], 12, verify=True)
+        at += 37
+    assert quarantines >= 3
+    check_restore(store, STATEFUL, [*ids(1, 20), 7], 20, verify=True)
+    assert check(store.engine) == []
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_parents_are_committed_before_their_children(
+    open_store_with: OpenStore, monkeypatch: pytest.MonkeyPatch, layers: int
+) -> None:
+    """Segments before those that continue them, and before their states."""
+    store, identity = open_store_with(True), mixed_identity(*STATEFUL.layers[:layers])
     known: list[RecordId] = []
     parents: list[tuple[RecordId, RecordId | None]] = []
     write = ColdTier.write
@@ -383,7 +454,7 @@ def test_parents_are_committed_before_their_children(
         save(store, identity, ids(1, length))
         save(store, identity, [*ids(1, length), 7])
     assert store.flush(60)
-    assert len(known) == len(store.engine.index.records) == 22
+    assert len(known) == len(store.engine.index.records) == (22 if layers == 1 else 44)
 
 
 # -- one owner at a time ---------------------------------------------------------------------

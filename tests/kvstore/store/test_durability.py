@@ -20,6 +20,7 @@ import warmkv
 from warmkv.kvstore.store import Store
 from warmkv.kvstore.store.check import check
 from warmkv.kvstore.testing import check_restore, save
+from warmkv.kvstore.testing.samples import FULL, OPAQUE, RECURRENT, mixed_identity, sliding
 from warmkv.schema.errors import ColdFull
 from warmkv.schema.identity import Identity
 
@@ -45,15 +46,34 @@ for seed in range(first, first + 1000):
 """
 
 
+#: A save of a model with windows and states is several containers, acknowledged together.
+STATEFUL_CHILD = """
+import sys
+from warmkv.kvstore.store import open_store
+from warmkv.kvstore.testing import save
+from warmkv.kvstore.testing.samples import FULL, OPAQUE, RECURRENT, mixed_identity, sliding
+path, first, warm_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+identity = mixed_identity(FULL, sliding(4), RECURRENT, OPAQUE)
+store = open_store(path, warm_bytes=warm_bytes, cold_bytes=512 << 20)
+print("ready", flush=True)
+for seed in range(first, first + 1000):
+    # The third adds a window and a state to rows that are held.
+    for length, ack in ((40, "disk"), (90, "memory"), (60, "disk"), (120, "disk")):
+        save(store, identity, [seed * 1000 + at for at in range(length)], ack=ack)
+        if ack == "disk":
+            print(seed, length, flush=True)
+"""
+
+
 def ids(seed: int, length: int) -> list[int]:
     return [seed * 1000 + at for at in range(length)]
 
 
-def killed_child(path: Path, first: int, warm_bytes: int, rng: random.Random) -> dict[int, int]:
+def killed_child(program: str, path: Path, first: int, warm_bytes: int, rng: random.Random) -> dict[int, list[int]]:
     """Run the child, kill it after some acknowledgements, at a random moment of the next save;
-    the longest prefix it acknowledged, by seed."""
+    the lengths it acknowledged, by seed."""
     environ = {**os.environ, "PYTHONPATH": str(Path(warmkv.__file__).absolute().parent.parent)}
-    command = [sys.executable, "-c", CHILD, str(path), str(first), str(warm_bytes)]
+    command = [sys.executable, "-c", program, str(path), str(first), str(warm_bytes)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ)
     assert child.stdout is not None
     try:
@@ -66,11 +86,11 @@ def killed_child(path: Path, first: int, warm_bytes: int, rng: random.Random) ->
         lines += child.stdout.readlines()
         child.stdout.close()
         child.wait()
-    acknowledged: dict[int, int] = {}
+    acknowledged: dict[int, list[int]] = {}
     for line in lines:
         if line.endswith(b"\n"):
             seed, length = map(int, line.split())
-            acknowledged[seed] = max(length, acknowledged.get(seed, 0))
+            acknowledged.setdefault(seed, []).append(length)
     return acknowledged
 
 
@@ -81,7 +101,7 @@ def test_acknowledged_saves_survive_sigkill(open_store_with: OpenStore, wide: Id
     acknowledged: dict[int, int] = {}
     path = tmp_path / "store"
     for round_ in range(ROUNDS):
-        fresh = killed_child(path, round_ * 1000, warm_bytes, rng)
+        fresh = {seed: max(found) for seed, found in killed_child(CHILD, path, round_ * 1000, warm_bytes, rng).items()}
         assert fresh
         acknowledged |= fresh
         store = open_store_with(path, cold_bytes=512 * MIB)
@@ -93,6 +113,23 @@ def test_acknowledged_saves_survive_sigkill(open_store_with: OpenStore, wide: Id
     for seed, length in acknowledged.items():
         assert store.match(wide, [*ids(seed, length), 7]).usable == length
     assert store.report("verify")["bad"] == []
+
+
+@pytest.mark.parametrize("warm_bytes", [64 * MIB, 200 * KIB])
+def test_acknowledged_states_and_windows_survive_sigkill(open_store_with: OpenStore, tmp_path: Path, warm_bytes: int) -> None:
+    """Every position that was acknowledged can be resumed at, not the last one only."""
+    identity = mixed_identity(FULL, sliding(4), RECURRENT, OPAQUE)
+    rng, path = random.Random(21), tmp_path / "store"
+    for round_ in range(ROUNDS // 2):
+        fresh = killed_child(STATEFUL_CHILD, path, round_ * 1000, warm_bytes, rng)
+        assert fresh
+        store = open_store_with(path, cold_bytes=512 * MIB)
+        assert check(store.engine) == []
+        for seed, lengths in fresh.items():
+            for length in lengths:
+                check_restore(store, identity, [*ids(seed, length), 7], length, verify=True)
+        assert store.report("verify")["bad"] == []
+        store.close()
 
 
 def test_close_writes_what_was_only_in_memory(open_store_with: OpenStore, wide: Identity) -> None:

@@ -160,6 +160,24 @@ def test_a_fork_while_the_index_lock_is_held_blocks_no_child(open_store_with: Op
     check_restore(store, identity, TOKENS, 8)
 
 
+def test_a_flight_stays_with_the_parent(open_store_with: OpenStore, identity: Identity) -> None:
+    """The child's copy of the promise ends nothing, and nobody waits in a child."""
+    store = open_store_with()
+    restored = store.restore(identity, TOKENS, wait_s=PATIENCE_S)
+    flight = restored.flight
+    assert flight is not None
+
+    def child() -> None:
+        flight.close()
+        with pytest.raises(ClosedError):
+            store.restore(identity, TOKENS, wait_s=PATIENCE_S)
+
+    in_child(child)
+    assert len(store.engine.acquisition.flights) == 1
+    flight.close()
+    assert len(store.engine.acquisition.flights) == 0
+
+
 def test_queued_saves_stay_with_the_parent(
     open_store_with: OpenStore, identity: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,6 +230,13 @@ STATES: dict[str, tuple[type[WarmKVError], Callable[[Arena], bytes]]] = {
     "another image than its parent": (
         FormatError, lambda a: a.state(8, a.pictured, attachments=(Attachment(3, 4, OTHER_IMAGE),)),
     ),
+    "an image under our id": (FormatError, lambda a: a.edited(a.state(8, a.base), attachments=IMAGES)),
+    "no image under the id of one with it": (
+        FormatError, lambda a: a.edited(a.state(8, a.pictured, attachments=IMAGES), attachments=()),
+    ),
+    "a position behind its parent, named by its parent's tokens": (
+        FormatError, lambda a: a.edited(a.state(9, a.base), position=12),
+    ),
     "another lineage than its parent": (FormatError, lambda a: a.state(8, a.base, lineage=FOLDED)),
     "another namespace than the request": (FormatError, lambda a: a.state(8, a.foreign, key=a.other_key)),
     "a position inside an attachment": (

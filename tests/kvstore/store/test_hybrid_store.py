@@ -297,6 +297,20 @@ def test_forgetting_a_longer_prompt_leaves_the_windows_of_a_branch(open_store_wi
         check_restore(store, identity, [*branch, 9], 4)
 
 
+def test_forget_keeps_the_rows_of_a_window_that_a_branch_looks_back_into(open_store_with: OpenStore) -> None:
+    """The branch begins inside a window that lies in a segment of its own."""
+    for layers in ((sink_window(2, 5), FULL), (sink_window(2, 5),), (sliding(5),), (chunked(6), FULL), (hybrid(5),)):
+        store, identity = open_store_with(), mixed_identity(*layers)
+        branch = [*LONG[:12], 1, 3]
+        for ids in (LONG[:14], LONG[:16], LONG[:18], branch):
+            save(store, identity, ids)
+        store.forget(identity, LONG[:18])
+        check_restore(store, identity, [*branch, 9], 14)
+        for length in (16, 14):
+            store.forget(identity, LONG[:length])
+            check_restore(store, identity, [*branch, 9], 14)
+
+
 def test_forget_drops_the_states_of_a_prompt_with_its_rows(open_store_with: OpenStore) -> None:
     store, identity = open_store_with(True), mixed_identity(FULL, RECURRENT, OPAQUE)
     save(store, identity, LONG, logits=model_logits(identity, LONG), ack="disk")
@@ -520,3 +534,11 @@ def test_images_in_windows_do_not_hide_rows(open_store_with: OpenStore) -> None:
                 save(store, identity, LONG[:length], attachments=[item for item in images if item.end <= length])
             for length in (7, 8, 9, 12, 13, 14, 20):
                 saved_and_found(store, identity, LONG[:length], [item for item in images if item.end <= length])
+
+
+def test_windows_of_one_row_need_no_segment_of_their_own(open_store_with: OpenStore) -> None:
+    for layers in ((hybrid(), sink_window(1, 1)), (sink_window(3, 1), FULL), (sink_window(0, 1), FULL), (sliding(1), FULL)):
+        for lengths in ((2,), (10,), (2, 4), (1, 2, 3, 4, 5, 6), (10, 2, 5)):
+            store, identity = open_store_with(), mixed_identity(*layers)
+            for length in lengths:
+                saved_and_found(store, identity, LONG[:length])

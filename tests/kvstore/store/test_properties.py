@@ -207,6 +207,28 @@ def test_store_answers_the_same_from_disk_and_after_restarts(seed: int, tmp_path
                 store.close()
 
 
+@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
+@pytest.mark.parametrize("seed", range(2))
+def test_chains_long_enough_to_be_packed_answer_as_the_twin_does(seed: int, cold: bool, tmp_path: Path) -> None:
+    """One token a save, more saves than a restore hands over segments; then asked, evicted, forgotten."""
+    case = Case(f"chain {seed}")
+    ids = tuple(case.rng.randint(1, case.rng.choice((1, 3))) for _ in range(90))
+    with told(case), opened(tmp_path if cold else None) as store:
+        twin = StoreTwin(store)
+        for length in range(1, len(ids) + 1):
+            case.prompts.append((ids[:length], ()))
+            anchors = [Anchor(length, AnchorKind.TURN)] if length % 20 == 0 else []
+            twin.save(case.identity, case.prompts[-1], records_at(case.identity, ids[:length]), anchors=anchors)
+        for _ in range(20):
+            if cold:
+                store.flush(30)
+                _demote(twin)
+            for length in (len(ids), case.rng.randint(1, len(ids))):
+                twin.ask(case.identity, ((*ids[:length], 9), ()), anchored=case.rng.random() < 0.2)
+            change_store(case, twin)
+            ask_store(case, twin)
+
+
 def _demote(twin: StoreTwin) -> None:
     for record in twin.records():
         if record.warm and record.cold == Cold.STORED:

@@ -156,6 +156,8 @@ class RadixMachine(RuleBasedStateMachine):
             node = pending.pop()
             count += 1
             assert node.parent is not None and node.parent.children[node.key] is node
+            single = len(node.parent.children) == 1 and node.attachment is None
+            assert (node.parent.only is node) == single and (single or node.parent.only is None)
             assert node.start == node.parent.end and len(node.edge) == 4 * (node.end - node.start) > 0
             assert node.key == key_of(node.edge[:4], node.attachment)
             assert node.attachment is None or node.attachment.start == node.start
