@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from warmkv.kvstore.needs import ModelNeeds, Provides, needs_of_model
 from warmkv.schema.errors import FormatError
@@ -18,6 +19,7 @@ from warmkv.schema.segment import SegmentHeader, StateHeader
 #: Largest vocabulary whose logits may be parked.
 MAX_VOCABULARY = 1 << 24
 Extent = tuple[int, int]
+Layout = tuple[int, PlaneRole, PlaneFormat, tuple[int, ...], int]
 NO_ROWS: Extent = (0, 0)
 
 
@@ -32,6 +34,45 @@ class Coverage:
 
 def segment_coverage(header: SegmentHeader, identity: Identity) -> Coverage:
     """What the segment covers. Raises FormatError unless its planes fit the identity."""
+    known = _known_coverage(header, identity)
+    return _proven_coverage(header, identity) if known is None else known
+
+
+def _known_coverage(header: SegmentHeader, identity: Identity) -> Coverage | None:
+    """The same for planes of which others, alike but for their rows, were proven to fit; None where
+    there were none or they differ in more."""
+    layout = tuple((plane.layer, plane.role, plane.format, plane.row_shape, plane.row_bytes) for plane in header.planes)
+    groups = _plain_layout(identity, layout)
+    if groups is None or any(plane.field != NO_FIELD for plane in header.planes):
+        return None
+    extents = []
+    for whole, members in groups:
+        found = {(header.planes[at].first_row, header.planes[at].rows) for at in members}
+        first, rows = found.pop() if len(found) == 1 else (0, 0)
+        if rows == 0 or (whole and (first, rows) != (header.start, header.end - header.start)):
+            return None
+        extents.append((first, first + rows))
+    return Coverage(tuple(extents))
+
+
+@lru_cache(maxsize=64)
+def _plain_layout(identity: Identity, layout: tuple[Layout, ...]) -> tuple[tuple[bool, tuple[int, ...]], ...] | None:
+    """By group: whether it needs every row, and which planes are its own; None unless the planes
+    are exactly the rows of the model's layers, in formats without fields."""
+    expected = {
+        (index, spec.role): (spec.format, spec.row_shape, row_bytes(spec.format, spec.row_shape, spec.role))
+        for index, layer in enumerate(identity.layers)
+        for spec in layer.row_planes
+    }
+    found = {(layer, role): (format_, shape, size) for layer, role, format_, shape, size in layout}
+    if found != expected or len(found) != len(layout) or any(item[0] in FIELD_FORMATS for item in expected.values()):
+        return None
+    return tuple(
+        (group.whole, tuple(at for at, item in enumerate(layout) if item[0] in group.layers)) for group in _needs(identity).groups
+    )
+
+
+def _proven_coverage(header: SegmentHeader, identity: Identity) -> Coverage:
     planes = {(plane.layer, plane.role): plane for plane in header.planes}
     groups = _needs(identity).groups
     extents = tuple(_group_extent(group.layers, group.whole, planes, header, identity) for group in groups)

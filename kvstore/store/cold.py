@@ -408,18 +408,18 @@ class ColdTier:
             self._namespaces.add(key)
             yield key, record
 
-    def records(self) -> tuple[list[ColdRecord], list[RecordId]]:
-        """Whole records, and ids of those to be removed: unreadable heads, missing chunks, and
-        chunks left by a write that never committed its metadata.
+    def records(self, take: Callable[[ColdRecord], None]) -> list[RecordId]:
+        """Hand every whole record to ``take``, one at a time: their heads together would take many
+        times the memory of what is made of them. Ids of those to be removed: unreadable heads,
+        missing chunks, and chunks left by a write that never committed its metadata.
 
         Raises CorruptStore where the tables themselves cannot be read."""
         try:
-            return self._records()
+            return self._records(take)
         except (lmdb.Error, FormatError) as exc:
             raise CorruptStore(str(exc)) from exc
 
-    def _records(self) -> tuple[list[ColdRecord], list[RecordId]]:
-        good: list[ColdRecord] = []
+    def _records(self, take: Callable[[ColdRecord], None]) -> list[RecordId]:
         with self._env.call(), self._env.begin() as txn:
             counts = self._chunk_counts(txn)
             bad = set(counts)
@@ -436,9 +436,9 @@ class ColdTier:
                     if not whole or head.header.id != id_ or isinstance(head.header, StateHeader) != (table == b"states"):
                         log.warning("record %s on disk is not whole", id_.hex())
                         continue
-                    good.append(ColdRecord(head, self._usage(txn, id_), self._anchors(txn, id_)))
+                    take(ColdRecord(head, self._usage(txn, id_), self._anchors(txn, id_)))
                     bad.discard(id_)
-        return good, sorted(bad)
+        return sorted(bad)
 
     def _usage(self, txn: lmdb.Transaction, id_: RecordId) -> Usage:
         try:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from warmkv.kvstore.geometry import Coverage, segment_coverage, state_provides
 from warmkv.kvstore.needs import Provides
 from warmkv.kvstore.store.cold import ColdRecord, ColdTier
 from warmkv.kvstore.store.index import Cold, Index, Namespace, Record
 from warmkv.schema.errors import ColdFull, WarmKVError
-from warmkv.schema.records import ROOT, Attachment, NamespaceKey, RecordId
+from warmkv.schema.records import ROOT, Attachment, RecordId
 from warmkv.schema.segment import SegmentHeader
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the index needs of a record on disk. ``tokens`` are those of a segment."""
+
+    record: Record
+    parent: RecordId
+    tokens: bytes
+    attachments: tuple[Attachment, ...]
 
 
 def load_index(index: Index, cold: ColdTier) -> int:
@@ -22,18 +34,23 @@ def load_index(index: Index, cold: ColdTier) -> int:
         key: Namespace(key, record.owner_uid, record.share, record.identity, record.created_ns)
         for key, record in cold.namespaces()
     }
-    found, bad = cold.records()
+    found: dict[RecordId, _Found] = {}
+    unfit: list[RecordId] = []
+
+    def take(item: ColdRecord) -> None:
+        header = item.head.header
+        try:
+            found[header.id] = _read(namespaces[header.namespace], item)
+        except (WarmKVError, KeyError) as exc:
+            log.warning("record %s on disk does not fit: %s", header.id.hex(), exc)
+            unfit.append(header.id)
+
+    bad = cold.records(take) + unfit
     with index.changed:
         index.counter = cold.counter()
-        # What a record builds on begins before it.
-        for item in sorted(found, key=_start):
-            try:
-                added = _add(index, namespaces, item)
-            except WarmKVError as exc:
-                log.warning("segment %s on disk does not fit: %s", item.head.header.id.hex(), exc)
-                added = False
-            if not added:
-                bad.append(item.head.header.id)
+        for item in _ordered(found):
+            if not _add(index, item):
+                bad.append(item.record.id)
         index.counter = max(index.counter, max((r.last_used for r in index.records.values()), default=0))
         # Worst first; a record comes before what it builds on.
         for record in sorted(index.records.values(), key=lambda r: (r.last_used, -r.start)):
@@ -49,33 +66,15 @@ def load_index(index: Index, cold: ColdTier) -> int:
     return len(bad)
 
 
-def _start(item: ColdRecord) -> int:
+def _read(namespace: Namespace, item: ColdRecord) -> _Found:
+    """Raises FormatError for a record that does not fit its model."""
     header = item.head.header
-    return header.start if isinstance(header, SegmentHeader) else header.position
-
-
-def _add(index: Index, namespaces: dict[NamespaceKey, Namespace], item: ColdRecord) -> bool:
-    header = item.head.header
-    namespace = namespaces.get(header.namespace)
-    if namespace is None:
-        return False
-    start = _start(item)
-    parent: Record | None = None
-    if header.parent != ROOT or start:
-        parent = index.records.get(header.parent)
-        if parent is None or parent.node is None or not parent.start < start <= parent.end:
-            return False
-        if parent.namespace is not namespace or parent.lineage != header.lineage:
-            return False
-    tokens: bytes = b""
-    attachments: tuple[Attachment, ...] = ()
-    coverage, provides, end = Coverage(()), Provides.NOTHING, start
+    coverage, provides, tokens = Coverage(()), Provides.NOTHING, b""
     if isinstance(header, SegmentHeader):
-        coverage, end = segment_coverage(header, namespace.identity), header.end
-        if parent is not None and parent.node is not None:
-            tokens, attachments = namespace.trees[parent.lineage].prefix(parent.node, start)
-        tokens, attachments = tokens + header.tokens.tobytes(), (*attachments, *header.attachments)
+        start, end, tokens = header.start, header.end, header.tokens.tobytes()
+        coverage = segment_coverage(header, namespace.identity)
     else:
+        start = end = header.position
         provides = state_provides(header, namespace.identity)
     record = Record(
         header.id, namespace, header.lineage, start, end, item.head.container_bytes, item.head.payload_bytes,
@@ -84,6 +83,37 @@ def _add(index: Index, namespaces: dict[NamespaceKey, Namespace], item: ColdReco
     record.last_used, record.hits = item.usage.last_used, item.usage.hits
     record.pinned_until_ns = item.usage.pinned_until_ns
     record.anchors = {(anchor.position, anchor.kind): anchor for anchor in item.anchors}
-    index.add(record, parent, tokens, attachments)
+    return _Found(record, header.parent, tokens, header.attachments)
+
+
+def _ordered(found: dict[RecordId, _Found]) -> Iterator[_Found]:
+    """What a record builds on before it, and chains one after the other: what lies together in
+    memory is walked together. Those whose parent is missing come last."""
+    children: dict[RecordId, list[_Found]] = {}
+    for item in found.values():
+        children.setdefault(item.parent if item.parent in found else ROOT, []).append(item)
+    pending = sorted(children.pop(ROOT, ()), key=lambda item: (item.parent == ROOT, item.record.start))
+    while pending:
+        item = pending.pop()
+        yield item
+        pending.extend(children.pop(item.record.id, ()))
+    for left in children.values():  # records that build on each other
+        yield from left
+
+
+def _add(index: Index, item: _Found) -> bool:
+    record = item.record
+    parent: Record | None = None
+    tokens: bytes = b""
+    attachments: tuple[Attachment, ...] = ()
+    if item.parent != ROOT or record.start:
+        parent = index.records.get(item.parent)
+        if parent is None or parent.node is None or not parent.start < record.start <= parent.end:
+            return False
+        if parent.namespace is not record.namespace or parent.lineage != record.lineage:
+            return False
+        if not record.is_state:
+            tokens, attachments = parent.namespace.trees[parent.lineage].prefix(parent.node, record.start)
+    index.add(record, parent, tokens + item.tokens, (*attachments, *item.attachments))
     index.set_cold(record, Cold.STORED)
     return True

@@ -35,9 +35,12 @@ class Removal:
             # What builds on a record begins behind its start.
             along = path.along() if path is not None else []
             shared = path.shared() if path is not None else 0
+            above = path.covering(shared) if path is not None and shared else None
             # States first, then what they hang on.
             for record in sorted(along, key=lambda item: (-item.start, not item.is_state)):
-                if record.end > shared and not record.children and _first_row(record) >= shared:
+                # Rows before ``shared`` are others' too, and stay, but in a packed copy of them.
+                copied = record.packed and above is not None and not above.packed
+                if record.end > shared and not record.children and (copied or _first_row(record) >= shared):
                     dropped.append(record)
                     self._drop(record)
         return self._finish(dropped)

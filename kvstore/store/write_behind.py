@@ -23,6 +23,7 @@ from warmkv.schema.lmdb_records import NamespaceRecord, Usage
 from warmkv.schema.records import RecordId
 
 log = logging.getLogger(__name__)
+_ORPHAN = "what it builds on is not on disk: "
 
 
 class WriteBehind:
@@ -200,7 +201,8 @@ class WriteBehind:
                 continue
             parent = record.parent
             if parent is not None and parent.cold not in (Cold.STORED, Cold.WRITING):
-                self._fail(record, f"what it builds on is not on disk: {parent.cold_error}")
+                reason = parent.cold_error.removeprefix(_ORPHAN)
+                self._fail(record, f"{_ORPHAN}{reason}")
                 continue
             self._index.set_cold(record, Cold.WRITING)
             batch.append(record)

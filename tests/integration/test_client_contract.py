@@ -52,7 +52,12 @@ class TestServedEngine(StoreContract):
             assert check(engine) == []
             with engine.index.changed:
                 ledger = engine.warm.ledger
-                assert (ledger.reserved_bytes, ledger.leased_bytes, ledger.lent_bytes, len(engine._leased)) == (0, 0, 0, 0)
+                assert (ledger.reserved_bytes, ledger.leased_bytes, ledger.lent_bytes, len(engine.acquisition._leased)) == (
+                    0,
+                    0,
+                    0,
+                    0,
+                )
         engine.close()
         gc.collect()
         assert len(os.listdir("/proc/self/fd")) == before

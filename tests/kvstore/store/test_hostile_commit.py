@@ -344,7 +344,7 @@ def test_the_edited_containers_are_good_but_for_the_lie(arena: Arena) -> None:
     for number, data in enumerate([
         arena.edited(arena.good(FRESH)),
         arena.edited(arena.good(LONG, 9, arena.base), before=TOKENS),
-        with_images(arena, 7, arena.pictured, IMAGES),
+        with_images(arena, 9, arena.pictured, IMAGES),
         arena.good(LONG, 9, arena.folded, lineage=FOLDED),
         arena.edited(arena.good([1, 2, 3]), writer="w" * 128),
     ]):  # fmt: skip
