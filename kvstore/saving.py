@@ -94,7 +94,7 @@ class _Round:
         self._segments: list[tuple[int, int, RecordId]] = []
         self._offered = session.offer(self._offer())
         self._held = min(self._offered.held, self._length)
-        self._runs = self._read_runs()
+        self._runs: list[tuple[int, int]] = []
 
     def _read_runs(self) -> list[tuple[int, int]]:
         """By group: where the run of rows that ends at ``held`` begins, where the one from 0 ends."""
@@ -108,9 +108,11 @@ class _Round:
         open_ = offer.reservation
         done: m.Committed | None = None
         try:
+            self._runs = self._read_runs()
             steps = self._steps()
             # One segment takes acknowledgement and anchors along; more are settled at the end.
-            alone = len(steps) == 1 and steps[0].start < steps[0].end and steps[0].end == self._length
+            # So do only models that resume anywhere: others may find windows and states held beside it.
+            alone = len(steps) == 1 and steps[0].start < steps[0].end == self._length and self._needs.anywhere
             for number, step in enumerate(steps):
                 more = number < len(steps) - 1
                 ack, anchors = (self._save.ack, self._save.anchors) if alone else (m.ACK_MEMORY, b"")
@@ -126,7 +128,7 @@ class _Round:
                 fresh, sent_bytes = fresh or not done.duplicate, sent_bytes + container.total_bytes
             if done is None or not alone:
                 reservation, open_ = open_, 0
-                done = self._session.annotate(self._note(self._save.ack, self._save.anchors, reservation))
+                done = self._session.annotate(self._note(self._save.ack, self._save.anchors, reservation, complete=True))
         except BaseException:
             if open_:
                 self._give_back(open_)
@@ -149,9 +151,17 @@ class _Round:
         about = (self._key, query.lineage, query.tokens, query.packed, self._save.fields)
         return m.Offer(*about, row_bytes, fixed, self._window_from)
 
-    def _note(self, ack: int = m.ACK_MEMORY, anchors: bytes = b"", reservation: int = 0) -> m.Annotate:
-        query = self._query
-        return m.Annotate(self._key, query.lineage, query.tokens, query.packed, ack, anchors, reservation)
+    def _note(self, ack: int = m.ACK_MEMORY, anchors: bytes = b"", reservation: int = 0, *, complete: bool = False) -> m.Annotate:
+        """The message that ends a save; ``complete`` where all that was handed in must be there."""
+        query, records = self._query, self._records
+        provides = Provides.NOTHING
+        for layers, flag in ((self._needs.exact, Provides.EXACT), (self._needs.trimmable, Provides.TRIMMABLE)):
+            provides |= flag if complete and any(layer in records.states for layer in layers) else Provides.NOTHING
+        if complete and records.logits is not None:
+            provides |= Provides.LOGITS
+        complete = complete and bool(records.rows or records.states)
+        about = (self._key, query.lineage, query.tokens, query.packed, ack, anchors, reservation)
+        return m.Annotate(*about, complete, int(provides))
 
     def _give_back(self, reservation: int) -> None:
         """End a reservation that will not be used: an annotation ends it, whatever it answers."""

@@ -31,6 +31,7 @@ from warmkv.schema.errors import ClosedError, RecordError, WarmKVError
 from warmkv.schema.identity import Identity
 from warmkv.schema.records import (
     CLEAN,
+    NO_FIELD,
     ROOT,
     Anchor,
     Attachment,
@@ -82,10 +83,9 @@ class Verbs(ABC):
         ``detail`` fills in `Match.groups`; ``logits`` and ``prefill_tps`` as in `restore`.
 
         Raises RecordError for ids or attachments that cannot be."""
-        query, place = self._query(identity, ids, attachments, lineage), _at(at)
+        query, place, speed = self._query(identity, ids, attachments, lineage), _at(at), _speed(prefill_tps)
         try:
             key = self._namespace(identity)
-            speed = _speed(prefill_tps)
             reply = self._session.match(m.Match(key, lineage, query.tokens, query.packed, place, detail, logits, speed))
         except WarmKVError as exc:
             return self._miss(query, exc)
@@ -114,11 +114,12 @@ class Verbs(ABC):
                 return Restored(target)
         else:
             identity = target
-        query, place = self._query(identity, ids, attachments, lineage), _at(at)
+        query, place, speed = self._query(identity, ids, attachments, lineage), _at(at), _speed(prefill_tps)
+        if not 0 <= wait_s < 2**32:
+            raise RecordError(f"to wait {wait_s} seconds is not possible; expected at least 0")
         try:
             key = self._namespace(identity)
-            wait_ms = max(0, int(wait_s * 1000))
-            about = (key, lineage, query.tokens, query.packed, place, limit, logits, _speed(prefill_tps), wait_ms)
+            about = (key, lineage, query.tokens, query.packed, place, limit, logits, speed, int(wait_s * 1000))
             grant = self._session.acquire(m.Acquire(*about))
             try:
                 match = Match.of(grant.reply, identity, query.attachments, lineage)
@@ -221,7 +222,9 @@ class Verbs(ABC):
         if ack not in _ACKS:
             raise RecordError(f"ack is {ack!r}, expected 'memory' or 'disk'")
         checked = source.check_records(identity, records, len(query.tokens), query.attachments, logits)
-        return Save(query, checked, _ACKS[ack], pack_anchors(named), _pack_fields(fields))
+        named_fields = {plane.field for found in checked.rows.values() for record in found for plane in record.planes}
+        every = sorted({*fields, *named_fields} - {NO_FIELD})
+        return Save(query, checked, _ACKS[ack], pack_anchors(named), _pack_fields(every))
 
     # -- keeping and dropping ------------------------------------------------------------
 

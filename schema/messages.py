@@ -205,7 +205,9 @@ class Commit:
 @dataclass(frozen=True, slots=True)
 class Annotate:
     """Name anchors, and wait until what is held of these tokens, states at their end included,
-    reaches ``ack``. Ends a save that had nothing, or several containers, to send."""
+    reaches ``ack``. Ends a save that had nothing, or several containers, to send. With
+    ``complete`` all that is needed to resume at their end, states that provide ``provides`` among
+    it, must be there."""
 
     namespace: NamespaceKey
     lineage: bytes
@@ -214,6 +216,8 @@ class Annotate:
     ack: int = ACK_MEMORY
     anchors: bytes = b""
     reservation: int = 0
+    complete: bool = False
+    provides: int = 0
 
 
 @dataclass(frozen=True, slots=True)

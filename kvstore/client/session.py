@@ -169,6 +169,10 @@ class RemoteSession:
                 if not self._announce(connection, request, deadline, again=True):
                     raise
                 reply, received = connection.request(request, fds, deadline)
+            except WarmKVError:
+                if isinstance(request, m.Commit | m.Annotate):
+                    connection.reserve(0)  # the daemon has given it back
+                raise
             if isinstance(reply, m.Acquired):
                 connection.leases.update(lease for lease in (reply.lease, reply.flight) if lease)
             if isinstance(request, m.Offer | m.Annotate) or (isinstance(request, m.Commit) and not request.more):

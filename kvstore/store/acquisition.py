@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from warmkv.kvstore.needs import Provides
 from warmkv.kvstore.store import answers
 from warmkv.kvstore.store.flights import Flights
 from warmkv.kvstore.store.index import Found, Index, Record
@@ -24,6 +25,8 @@ from warmkv.schema.records import Attachment, Lineage, NamespaceKey, check_attac
 MAX_SPANS = 128
 #: Times one request packs: again only where somebody else was packing the same.
 PACK_ROUNDS = 3
+#: Shorter prefixes looked at where a long one would take too long to load.
+MAX_LOOKS = 4
 
 
 class Acquisition:
@@ -103,9 +106,7 @@ class Acquisition:
             self.release([lease])
             trouble = reason or trouble
             if not failed.record.gone:
-                # A state at or behind what is usable is found again from anywhere before it.
-                limit = failed.start if failed.start < failed.end else failed.start - 1
-                limit = limit if limit < found.usable else 0
+                limit = _before(failed, found.usable)
             if limit == 0 and not failed.record.gone:
                 with self._index.changed:
                     found = Found(found.path, found.held, anchors=found.anchors)
@@ -146,7 +147,7 @@ class Acquisition:
         found = self._look(request, attachments, limit, detail=detail, packed=packed)
         if request.prefill_tps <= 0 or not found.usable:
             return found, ""
-        refusal = ""
+        refusal, looks = "", MAX_LOOKS
         while found.usable:
             load_s = answers.load_us(found, self._promotion.bytes_per_s) / 1e6
             compute_s = found.usable / request.prefill_tps
@@ -155,8 +156,9 @@ class Acquisition:
                 break
             refusal = refusal or _slower(found.usable, load_s, compute_s)
             # What is in memory already may still be worth it.
-            most = min((span.start if span.start < span.end else span.start - 1 for span in cold), default=0)
-            if most <= 0 or most >= found.usable:
+            most = min((_before(span, found.usable) for span in cold), default=0)
+            looks -= 1
+            if most <= 0 or most >= found.usable or not looks:
                 found = Found(found.path, found.held, anchors=found.anchors, groups=found.groups)
             else:
                 found = self._look(request, attachments, most, detail=detail, packed=packed)
@@ -180,7 +182,7 @@ class Acquisition:
                 count = self._promotion.left_by_packing(found.spans)
             if count <= MAX_SPANS:
                 return found
-            limit = min(found.spans[MAX_SPANS].start, found.usable - 1)
+            limit = _before(found.spans[MAX_SPANS], found.usable)
             if limit <= 0:
                 return Found(found.path, found.held, anchors=found.anchors, groups=found.groups)
 
@@ -269,6 +271,14 @@ class _Gone(Exception):
 
 def _attachments(request: m.Match | m.Acquire) -> tuple[Attachment, ...]:
     return check_attachments(unpack_attachments(request.attachments), len(request.tokens))
+
+
+def _before(span: Span, usable: int) -> int:
+    """The deepest position for which a record is not needed; 0 where every one before needs it: a
+    blob that can be cut back, and what proves it, are found again from anywhere."""
+    if span.start < span.end:
+        return min(span.start, usable - 1)
+    return span.start - 1 if span.record.is_state and not span.record.provides & Provides.TRIMMABLE else 0
 
 
 def _slower(tokens: int, load_s: float, compute_s: float) -> str:

@@ -16,6 +16,8 @@ from warmkv.kvstore.store.radix import WIDTH, common_tokens
 from warmkv.schema.records import Attachment, Lineage, NamespaceKey
 
 MAX_FLIGHTS = 256
+#: Of one model's prompts; a model has one owner.
+MAX_NAMESPACE_FLIGHTS = 64
 #: Tokens kept of all flights together; beyond that a prompt is computed without telling others.
 MAX_FLIGHT_BYTES = 64 << 20
 #: Longest anybody is kept waiting, whatever they ask for.
@@ -113,7 +115,8 @@ class Flights:
             if item.deadline <= now:
                 self.end(number)
         held = sum(len(item.tokens) for item in list(self._flights.values()))
-        if len(self._flights) >= MAX_FLIGHTS or held + len(about.tokens) > MAX_FLIGHT_BYTES:
+        ours = sum(item.key == about.key for item in list(self._flights.values()))
+        if len(self._flights) >= MAX_FLIGHTS or ours >= MAX_NAMESPACE_FLIGHTS or held + len(about.tokens) > MAX_FLIGHT_BYTES:
             return False
         self._flights[flight] = about
         self.started += 1

@@ -44,7 +44,7 @@ class Record:
 
     __slots__ = (
         "id", "namespace", "lineage", "start", "end", "complete", "extents", "fields", "provides", "packed", "parent", "children",
-        "node", "total_bytes", "payload_bytes", "created_ns", "writer", "fd", "cold", "cold_error", "cold_children",
+        "states", "node", "total_bytes", "payload_bytes", "created_ns", "writer", "fd", "cold", "cold_error", "cold_children",
         "warm_children", "last_used", "hits", "pinned_until_ns", "leases", "promotion", "anchors", "gone",
     )  # fmt: skip
 
@@ -70,6 +70,7 @@ class Record:
         self.writer = writer
         self.parent: Record | None = None
         self.children: set[Record] = set()
+        self.states: set[Record] = set()
         self.node: Node[Record] | None = None
         self.fd = -1
         self.cold = Cold.ABSENT
@@ -138,8 +139,9 @@ class Index:
     counter: int = 0
 
     def path(
-        self, key: NamespaceKey, lineage: Lineage, tokens: bytes, attachments: Sequence[Attachment], fields: bytes | None = None
-    ) -> Path | None:
+        self, key: NamespaceKey, lineage: Lineage, tokens: bytes, attachments: Sequence[Attachment],
+        fields: frozenset[bytes] | None = None,
+    ) -> Path | None:  # fmt: skip
         """What is stored along ``tokens``; of rows that depend on a quantisation field, those of
         ``fields`` only, unless it is None."""
         namespace = self.namespaces.get(key)
@@ -179,6 +181,8 @@ class Index:
         record.parent = parent
         if parent is not None:
             parent.children.add(record)
+            if record.is_state:
+                parent.states.add(record)
         namespace.records.add(record)
         self.namespaces[namespace.key] = namespace
         self.records[record.id] = record
@@ -194,6 +198,9 @@ class Index:
             record.cold_children -= child.cold != Cold.ABSENT
             child.parent = heir
             heir.children.add(child)
+            if child.is_state:
+                record.states.discard(child)
+                heir.states.add(child)
             heir.warm_children += child.warm
             heir.cold_children += child.cold != Cold.ABSENT
         heir.anchors.update(record.anchors)
@@ -212,6 +219,7 @@ class Index:
             del record.namespace.trees[record.lineage]
         if record.parent is not None:
             record.parent.children.discard(record)
+            record.parent.states.discard(record)
         record.namespace.records.discard(record)
         if not record.namespace.records:
             self.namespaces.pop(record.namespace.key, None)
@@ -235,9 +243,14 @@ class Index:
         self.counter += 1
         asked = list(dict.fromkeys(records))
         states = [record for record in asked if record.is_state]
-        segments = {link for record in asked for link in self.chain_of(record) if not link.is_state}
+        segments: set[Record] = set()
+        for record in asked:
+            link: Record | None = record.parent if record.is_state else record
+            while link is not None and link not in segments:
+                segments.add(link)
+                link = link.parent
         segments.update(item for record in asked if record.packed for item in _beneath(record))
-        shared = [state for link in segments for state in link.children if state.is_state and self._branches(state)]
+        shared = [state for link in segments for state in link.states if self._branches(state)]
         ordered = sorted(segments, key=lambda record: (-record.end, -record.start))
         for record in dict.fromkeys([*ordered, *(item for item in shared if item not in states), *states]):
             record.last_used = self.counter

@@ -29,6 +29,7 @@ from warmkv.schema import segment as container
 from warmkv.schema.errors import ColdFull, DescriptorLimit, DigestError, FormatError, OfferAgain, RecordError
 from warmkv.schema.identity import Identity
 from warmkv.schema.records import (
+    ID_BYTES,
     ROOT,
     Anchor,
     Attachment,
@@ -40,10 +41,12 @@ from warmkv.schema.records import (
 )
 from warmkv.schema.segment import SegmentHeader
 
+#: In one save, and on one segment: of more the oldest give way.
 MAX_ANCHORS = 4096
 #: Rows that came too late are refused where they are this part of a segment or more; of fewer
 #: the second copy costs less than another round.
 TWICE = 8
+MAX_FIELDS = 4096
 #: The name stays in the index as long as the record does, in whichever tier.
 MAX_WRITER_CHARACTERS = 128
 
@@ -107,38 +110,38 @@ class Intake:
         """What is held of the tokens, and room reserved for the rest. Raises TooLarge, Busy."""
         require_served(owner.identity)
         attachments = check_attachments(unpack_attachments(request.attachments), len(request.tokens))
+        fields = _fields(request.fields)
         tokens = request.tokens.tobytes()
-        with self._index.changed:
-            held, parent, known = self._held(request, tokens, attachments)
-            missing = len(request.tokens) - held
-            # Where any position will do and all rows are held, nothing is going to be sent.
-            needed = missing or not needs_of_model(owner.identity.layers).anywhere
-            wanted = missing * request.row_bytes + request.fixed_bytes if needed else 0
-        reservation = 0
+        reservation = wanted = 0
         try:
-            if wanted:
-                reservation = self._reserve(wanted, parent)
+            with self._index.changed:
+                held, parent, known = self._held(request, tokens, attachments, fields)
+                missing = len(request.tokens) - held
+                # Where any position will do and all rows are held, nothing is going to be sent.
+                if missing or not needs_of_model(owner.identity.layers).anywhere:
+                    wanted = missing * request.row_bytes + request.fixed_bytes
+                if wanted:
+                    self._warm.make_room(wanted, parent)
+                    now = self._held(request, tokens, attachments, fields)
+                    if now[0] != held:
+                        raise OfferAgain("what the save builds on went while room was made for it")
+                    held, parent, known = now
+                    reservation = self._warm.ledger.reserve(wanted, self._warm.clock() + self._options.reservation_ttl_s)
         finally:
             self._warm.reap()
         return m.Offered(held, parent.id if parent else ROOT, reservation, wanted, self._epoch, **known)
 
-    def _reserve(self, wanted: int, parent: Record | None) -> int:
-        with self._index.changed:
-            if parent is None or not parent.gone:
-                self._warm.make_room(wanted, parent)
-            if parent is not None and parent.gone:
-                raise OfferAgain("what the save builds on went while room was made for it")
-            return self._warm.ledger.reserve(wanted, self._warm.clock() + self._options.reservation_ttl_s)
-
-    def _held(self, request: m.Offer, tokens: bytes, attachments: tuple[Attachment, ...]) -> tuple[int, Record | None, _Known]:
+    def _held(
+        self, request: m.Offer, tokens: bytes, attachments: tuple[Attachment, ...], fields: frozenset[bytes]
+    ) -> tuple[int, Record | None, _Known]:
         """How far all rows are held, the segment that holds the last, and the rest of the reply."""
-        path = self._index.path(request.namespace, Lineage(request.lineage), tokens, attachments, request.fields)
+        path = self._index.path(request.namespace, Lineage(request.lineage), tokens, attachments, fields)
         held = path.held() if path is not None else 0
         if path is None or not held:
             return 0, None, _Known(runs=b"", window_parent=ROOT, provides=0)
         parent = path.covering(held)
         if parent is not None:
-            self._index.touch([parent])
+            self._index.touch([parent, *path.resumed_from(len(request.tokens))])
         above = path.covering(request.window_from) if 0 < request.window_from <= held else None
         known = _Known(
             runs=np.array(path.runs(held), "<u8").tobytes(), window_parent=above.id if above else ROOT,
@@ -208,6 +211,7 @@ class Intake:
         with self._index.changed:
             parent, tokens, attachments = self._whole(arrival)
         self._check_id(arrival, tokens, attachments)
+        header_id = arrival.header.id
         _check_positions(anchors, arrival.end, attachments)
         with self._index.changed:
             known = self._known(arrival, tokens, attachments)
@@ -225,6 +229,8 @@ class Intake:
                 return known, True
             if parent is not None and parent.gone:
                 raise OfferAgain("what the save builds on went while room was made for it")
+            if header_id in self._index.records:
+                raise OfferAgain("a packed copy of these rows is there, and not all that it was made of")
             record = self._admit(arrival, owner, parent, tokens, attachments)
             self._annotate(record, anchors)
             self._warm.keep_anchors(record.namespace, self._options.anchors, newest=[record])
@@ -299,8 +305,7 @@ class Intake:
         same = self._index.records.get(header.id)
         if same is not None and not same.packed:
             return same
-        fields = b"".join(arrival.coverage.fields) if arrival.coverage.fields else None
-        path = self._index.path(header.namespace, header.lineage, tokens, attachments, fields)
+        path = self._index.path(header.namespace, header.lineage, tokens, attachments, arrival.coverage.fields or None)
         if path is None:
             return None
         if isinstance(header, SegmentHeader):
@@ -317,8 +322,7 @@ class Intake:
         groups = namespace.needs.groups if namespace is not None else ()
         if not any(group.whole and last for group, (_, last) in zip(groups, arrival.coverage.extents, strict=False)):
             return
-        fields = b"".join(arrival.coverage.fields) if arrival.coverage.fields else None
-        path = self._index.path(header.namespace, header.lineage, tokens, attachments, fields)
+        path = self._index.path(header.namespace, header.lineage, tokens, attachments, arrival.coverage.fields or None)
         held = path.held() if path is not None else 0
         if (held - header.start) * TWICE >= header.end - header.start:
             raise OfferAgain(f"rows [{header.start}, {held}) were saved by somebody else meanwhile")
@@ -330,18 +334,22 @@ class Intake:
         length = len(request.tokens)
         attachments = check_attachments(unpack_attachments(request.attachments), length)
         _check_positions(anchors, length, attachments)
-        with self._index.changed:
-            path = self._index.path(request.namespace, Lineage(request.lineage), request.tokens.tobytes(), attachments)
-            held = path.held() if path is not None else 0
-            record = path.covering(held) if path is not None else None
-            if path is None or record is None or held < length:
-                raise OfferAgain("what was held was evicted meanwhile")
-            self._annotate(record, anchors)
-            beside = [item for item in path.along() if item.is_state and item.end == length]
-            self._warm.keep_anchors(record.namespace, self._options.anchors, newest=beside)
-            self.duplicates += 1
-            wanted = [record, *path.windows(length), *beside]
-        durable = self._acknowledge(list(dict.fromkeys(wanted)), request.ack, bool(anchors))
+        try:
+            with self._index.changed:
+                path = self._index.path(request.namespace, Lineage(request.lineage), request.tokens.tobytes(), attachments)
+                held = path.held() if path is not None else 0
+                record = path.covering(held) if path is not None else None
+                if path is None or record is None or held < length:
+                    raise OfferAgain("what was held was evicted meanwhile")
+                if request.complete and not path.resumes(length, Provides(request.provides)):
+                    raise OfferAgain("of what is needed to resume there something was evicted meanwhile")
+                needed = path.resumed_from(length)
+                self._annotate(record, anchors)
+                self._warm.keep_anchors(record.namespace, self._options.anchors, newest=needed)
+                self.duplicates += 1
+        finally:
+            self._warm.reap()
+        durable = self._acknowledge(list(dict.fromkeys([record, *needed])), request.ack, bool(anchors))
         return m.Committed(record.id, held, 0, True, durable)
 
     def _annotate(self, record: Record, anchors: tuple[Anchor, ...]) -> None:
@@ -352,6 +360,8 @@ class Intake:
         starts = [link.start for link in chain]
         for anchor in anchors:
             link = chain[bisect_left(starts, anchor.position) - 1]
+            while len(link.anchors) >= MAX_ANCHORS and (anchor.position, anchor.kind) not in link.anchors:
+                del link.anchors[next(iter(link.anchors))]
             link.anchors[(anchor.position, anchor.kind)] = anchor
             self._index.touched.add(link)
 
@@ -376,6 +386,13 @@ class Intake:
             if anchors:
                 self._writer.carry_usage(self._options.durable_timeout_s)
         return True
+
+
+def _fields(packed: bytes) -> frozenset[bytes]:
+    """Digests of quantisation fields. Raises RecordError for what is no list of a sane length."""
+    if len(packed) % ID_BYTES or len(packed) > MAX_FIELDS * ID_BYTES:
+        raise RecordError(f"{len(packed)} bytes of field digests, expected at most {MAX_FIELDS} of {ID_BYTES} bytes")
+    return frozenset(packed[at : at + ID_BYTES] for at in range(0, len(packed), ID_BYTES))
 
 
 def _check_positions(anchors: tuple[Anchor, ...], length: int, attachments: tuple[Attachment, ...]) -> None:

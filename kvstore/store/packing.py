@@ -111,12 +111,10 @@ def _packable(record: Record) -> bool:
 
 
 def _continues(above: Record, record: Record) -> bool:
-    """Whether two segments can be one: neighbours in one tier and under one pin, so that nothing is
-    kept longer than it was; and if nothing but memory holds them, no other prompt parts from the
-    first: what is forgotten of one would stay for the other."""
-    if not (above.start < record.start <= above.end and above.warm == record.warm):
-        return False
-    if above.pinned_until_ns != record.pinned_until_ns:
+    """Whether two segments can be one: neighbours under one pin, so that nothing is kept longer than
+    it was; and if nothing but memory holds them, no other prompt parts from the first: what is
+    forgotten of one would stay for the other."""
+    if not above.start < record.start <= above.end or above.pinned_until_ns != record.pinned_until_ns:
         return False
     return above.cold != Cold.ABSENT or all(child.is_state or child is record for child in above.children)
 

@@ -15,7 +15,7 @@ from warmkv.kvstore import resume
 from warmkv.kvstore.needs import ModelNeeds, Provides
 from warmkv.kvstore.resume import Const, Exact, Held, Intervals, Need, Trimmable
 from warmkv.kvstore.store.radix import Node, Walk
-from warmkv.schema.records import ID_BYTES, NO_FIELD, Anchor, Attachment
+from warmkv.schema.records import NO_FIELD, Anchor, Attachment
 
 if TYPE_CHECKING:
     from warmkv.kvstore.store.index import Record
@@ -36,21 +36,19 @@ class Span:
 
 
 class Path:
-    """See the module docstring. ``fields`` limits rows to those quantised with one of these
-    (16 bytes each; none: to those whose field is open)."""
+    """See the module docstring. ``fields`` limits rows to those quantised with one of these (none:
+    to those whose field is open)."""
 
     def __init__(
-        self, needs: ModelNeeds, walk: Walk[Record], length: int, attachments: tuple[Attachment, ...], fields: bytes | None
-    ) -> None:
+        self, needs: ModelNeeds, walk: Walk[Record], length: int, attachments: tuple[Attachment, ...],
+        fields: frozenset[bytes] | None,
+    ) -> None:  # fmt: skip
         self.walk = walk
         self.length = length
         self._needs = needs
         self._stateful = bool(needs.exact or needs.trimmable or needs.constant)
         self._attachments = attachments
-        self._fields: frozenset[bytes] | None = None
-        if fields is not None:
-            cut = range(0, len(fields), ID_BYTES)
-            self._fields = frozenset(fields[at : at + ID_BYTES] for at in cut) or frozenset({NO_FIELD})
+        self._fields = fields if fields is None else fields or frozenset({NO_FIELD})
         #: Up to where the rows that every token needs are held; where no layer needs such, None.
         self._run: int | None = None
         self._rows: list[Held] = []
@@ -208,32 +206,46 @@ class Path:
     # -- records ---------------------------------------------------------------------------
 
     def covering(self, position: int) -> Record | None:
-        """A segment that holds the token before ``position``, the deepest reaching one; one made
-        of others only where those are gone."""
+        """A segment that holds the token before ``position``: one with the rows that every token
+        needs before others, the deepest reaching; one made of others only where those are gone."""
         for node in reversed(self.walk.nodes):
             if node.start < position <= node.end and node.records:
-                return max(node.records, key=lambda record: (not record.packed, record.end))
+                return max(node.records, key=lambda record: (record.complete, not record.packed, record.end))
         return None
+
+    def resumed_from(self, position: int) -> list[Record]:
+        """All that is there to resume at a position, as far as it is held: segments, of the same
+        rows those that packed ones were made of, then states."""
+        found: dict[Record, None] = {}
+        for number, (group, held) in enumerate(zip(self._needs.groups, self._rows, strict=True)):
+            for start, end in group.need.required(position):
+                if held.rows.covers(start, end):
+                    found.update(dict.fromkeys(self._originals(number, start, end)))
+        return [*found, *self._states_at(position, ~Provides.CONSTANT)]
+
+    def _originals(self, group: int, start: int, end: int) -> Iterator[Record]:
+        """Segments that hold rows [start, end) of a group, the last rows first."""
+        for node in reversed(self.walk.nodes):
+            while node.start < end > start:
+                having = [record for record in node.records if record.extents[group][0] < end <= record.extents[group][1]]
+                best = min(having, key=lambda record: (record.packed, record.extents[group][0]))
+                yield best
+                end = best.extents[group][0]
+
+    def resumes(self, position: int, provides: Provides) -> bool:
+        """Whether all rows to resume at a position are held, and states for all of this."""
+        rows = all(
+            held.rows.covers(start, end)
+            for group, held in zip(self._needs.groups, self._rows, strict=True)
+            for start, end in group.need.required(position)
+        )
+        return rows and self.provides(position) & provides == provides
 
     def providing(self, position: int, flags: Provides) -> Record | None:
         """A state at a position that is good for all of this."""
         return next(
             (record for record in self.states(flags) if record.end == position and record.provides & flags == flags), None
         )
-
-    def windows(self, position: int) -> list[Record]:
-        """Segments that hold the rows to resume at a position of the layers that do not need all
-        of them, as far as they are held; of the same rows those that packed ones were made of."""
-        found: dict[Record, None] = {}
-        for number, (group, held) in enumerate(zip(self._needs.groups, self._rows, strict=True)):
-            for start, end in () if group.whole else group.need.required(position):
-                while end > start and held.rows.covers(start, end):
-                    node = next(node for node in self.walk.nodes if node.start < end <= node.end)
-                    having = [record for record in node.records if record.extents[number][0] < end <= record.extents[number][1]]
-                    best = min(having, key=lambda record: (record.packed, record.extents[number][0]))
-                    found[best] = None
-                    end = best.extents[number][0]
-        return list(found)
 
     def along(self) -> list[Record]:
         """Segments that end, and states that lie, on the walk."""

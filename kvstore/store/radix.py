@@ -10,6 +10,7 @@ no record.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -120,10 +121,10 @@ class RadixTree(Generic[R]):
         if node.start < walk.matched < node.end:
             node = self._split(node, walk.matched)
         at = walk.matched
-        ordered = [item for item in attachments if item.start >= at]
+        ordered = deque(item for item in attachments if item.start >= at)
         end = len(tokens) // WIDTH
         while at < end:
-            here = ordered.pop(0) if ordered and ordered[0].start == at else None
+            here = ordered.popleft() if ordered and ordered[0].start == at else None
             stop = ordered[0].start if ordered else end
             edge = tokens[at * WIDTH : stop * WIDTH]
             child = Node(node, key_of(edge[:WIDTH], here), at, edge, here)

@@ -68,6 +68,7 @@ class Removal:
             held = path.held() if path is not None else 0
             record = path.covering(held) if path is not None and held else None
             beside = [item for item in path.along() if item.is_state or item.packed] if path is not None else []
+            beside += path.resumed_from(held) if path is not None and held else []
             for link in {*(self._index.chain_of(record) if record else ()), *beside}:
                 link.pinned_until_ns = min(until, 2**63 - 1)
                 self._index.touched.add(link)

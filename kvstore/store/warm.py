@@ -106,8 +106,10 @@ class WarmTier:
 
     def unlend(self, record: Record) -> None:
         """The last lease of a record ended: what was leased or lent of it is no more."""
-        self.ledger.leased_bytes -= self._leased.pop(record, 0)
-        self.ledger.lent_bytes -= self._lent.pop(record, 0)
+        # Taken first: the garbage collector may end another lease inside the call.
+        leased, lent = self._leased.pop(record, 0), self._lent.pop(record, 0)
+        self.ledger.leased_bytes -= leased
+        self.ledger.lent_bytes -= lent
 
     def _lend(self, record: Record, total_bytes: int) -> None:
         self._lent[record] = self._lent.get(record, 0) + total_bytes

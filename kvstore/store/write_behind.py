@@ -84,7 +84,8 @@ class WriteBehind:
     def discard(self, record: Record) -> None:
         """Take a record off the disk. One being written now is deleted once it was; what the disk
         refused to delete before is tried again."""
-        self._deletions, self._undeleted = self._undeleted + self._deletions, []
+        if self._undeleted:
+            self._deletions, self._undeleted = self._undeleted + self._deletions, []
         if record.cold == Cold.STORED:
             self.cold_bytes -= stored_bytes(record.total_bytes, record.payload_bytes)
             self._deletions.append(record.id)

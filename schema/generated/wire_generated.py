@@ -1836,7 +1836,21 @@ class Annotate(object):
             return self._tab.Get(flatbuffers.number_types.Uint64Flags, o + self._tab.Pos)
         return 0
 
-def AnnotateStart(builder): builder.StartObject(7)
+    # Annotate
+    def Complete(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(18))
+        if o != 0:
+            return bool(self._tab.Get(flatbuffers.number_types.BoolFlags, o + self._tab.Pos))
+        return False
+
+    # Annotate
+    def Provides(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(20))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint8Flags, o + self._tab.Pos)
+        return 0
+
+def AnnotateStart(builder): builder.StartObject(9)
 def AnnotateAddNamespace(builder, namespace): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(namespace), 0)
 def AnnotateStartNamespaceVector(builder, numElems): return builder.StartVector(1, numElems, 1)
 def AnnotateAddLineage(builder, lineage): builder.PrependUOffsetTRelativeSlot(1, flatbuffers.number_types.UOffsetTFlags.py_type(lineage), 0)
@@ -1849,6 +1863,8 @@ def AnnotateAddAck(builder, ack): builder.PrependUint8Slot(4, ack, 0)
 def AnnotateAddAnchors(builder, anchors): builder.PrependUOffsetTRelativeSlot(5, flatbuffers.number_types.UOffsetTFlags.py_type(anchors), 0)
 def AnnotateStartAnchorsVector(builder, numElems): return builder.StartVector(1, numElems, 1)
 def AnnotateAddReservation(builder, reservation): builder.PrependUint64Slot(6, reservation, 0)
+def AnnotateAddComplete(builder, complete): builder.PrependBoolSlot(7, complete, 0)
+def AnnotateAddProvides(builder, provides): builder.PrependUint8Slot(8, provides, 0)
 def AnnotateEnd(builder): return builder.EndObject()
 
 

@@ -167,7 +167,7 @@ MESSAGES: dict[str, m.Message] = {
         m.Offer(NAMESPACE, LINEAGE, TOKENS, _PACKED, bytes(range(48)), 46080, 512, 3),
         m.Offered(5, PARENT, 17, 2**35, 99, bytes(range(24)), ID, 9),
         m.Commit(NAMESPACE, 99, 17, m.ACK_DISK, _ANCHORS, True),
-        m.Annotate(NAMESPACE, LINEAGE, TOKENS, _PACKED, m.ACK_DISK, _ANCHORS, 17),
+        m.Annotate(NAMESPACE, LINEAGE, TOKENS, _PACKED, m.ACK_DISK, _ANCHORS, 17, True, 9),
         m.Committed(ID, 8, 2**34, True, True),
         m.Pin(NAMESPACE, LINEAGE, TOKENS, _PACKED, 60_000),
         m.Pinned(5),

@@ -443,6 +443,33 @@ def test_a_lease_that_ends_does_not_take_the_connection_of_an_upload(
         session.close()
 
 
+@pytest.mark.parametrize("verb", ["commit", "annotate"])
+def test_an_upload_that_is_refused_frees_its_connection(scripted: Scripted, session: RemoteSession, verb: str) -> None:
+    """Else every failed save would keep a connection for a minute, and many all of the daemon's."""
+
+    def script(line: Any) -> None:
+        line.greet()
+        while True:
+            asked = line.hear()
+            if asked is None:
+                return
+            if isinstance(asked, m.Offer):
+                line.say(m.Offered(0, KEY, 1000 + line.number, 10, 9))
+            else:
+                line.say(m.Fault(errors.OfferAgain.code, "evicted meanwhile", True))
+
+    with scripted(script) as daemon, open(os.devnull, "rb") as file:
+        for _ in range(5):
+            offered = session.offer(offer())
+            with pytest.raises(errors.OfferAgain):
+                if verb == "commit":
+                    session.commit(m.Commit(KEY, 9, offered.reservation), file.fileno())
+                else:
+                    session.annotate(m.Annotate(KEY, KEY, TOKENS, reservation=offered.reservation))
+        assert daemon.connections == 1
+        session.close()
+
+
 def test_uploads_from_many_threads_all_find_their_reservation(
     served: ServedEngine, engine: Engine, identity: Identity, rows: Any
 ) -> None:

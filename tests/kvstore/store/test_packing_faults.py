@@ -28,7 +28,7 @@ from warmkv.kvstore.store.index import Cold, Record
 from warmkv.kvstore.testing import assert_rows, check_restore, model_rows, save
 from warmkv.schema import ids as naming
 from warmkv.schema import segment as container
-from warmkv.schema.errors import Busy, ClosedError, DescriptorLimit, StoreError
+from warmkv.schema.errors import Busy, ClosedError, ColdFull, DescriptorLimit, StoreError
 from warmkv.schema.identity import Identity
 
 OpenStore = Callable[..., Store]
@@ -382,19 +382,20 @@ def test_a_budget_that_is_too_small_gives_what_it_gives_without_packing(
     assert found[:2] == found[2:]
 
 
-@pytest.mark.parametrize("kib", [75, 80, 90, 100, 150])
+@pytest.mark.parametrize("spare", [0, 4096, 10_000, 30_000])
 def test_a_crowded_chain_in_a_full_memory_is_handed_over_as_it_is(
-    open_store_with: OpenStore, identity: Identity, monkeypatch: pytest.MonkeyPatch, kib: int
+    open_store_with: OpenStore, identity: Identity, monkeypatch: pytest.MonkeyPatch, spare: int
 ) -> None:
-    """No wait for room either, whatever is being written: it is of use as it is."""
-    store = open_store_with(warm_bytes=kib * KIB, busy_timeout_s=PATIENCE_S)
-    ids = list(range(12))
+    """Nobody waits for room for a copy, whatever is being written: the segments are of use as they are."""
+    store, ids = open_store_with(), list(range(12))
     talk(store, identity, ids, 1)
-    monkeypatch.setattr(store.engine.warm, "_waiting_helps", lambda: True)
+    ledger = store.engine.warm.ledger
+    ledger.peak_bytes, ledger.budget_bytes = 0, ledger.resident_bytes + spare
+    monkeypatch.setattr(store.engine.warm, "_waiting_helps", lambda: pytest.fail("waited for room"))
     for _ in range(2):
         assert right(store.restore(identity, [*ids, 7]), identity, ids) == 12
-    assert store.engine.warm.ledger.peak_bytes <= kib * KIB
-    settled(store)
+        settled(store)
+    assert bool(store.engine.promotion.packed) == (spare > 5000)
 
 
 def test_few_entries_are_enough_for_a_long_chain(open_store_with: OpenStore, identity: Identity) -> None:
@@ -466,6 +467,45 @@ def test_a_packed_segment_is_leased_from_the_moment_it_is_there(
     monkeypatch.setattr(store.engine.promotion, "_replace", crowding)
     assert right(store.restore(wide, [*ids, 7]), wide, ids) == 80
     settled(store)
+
+
+def drop(store: Store, records: Sequence[Record]) -> None:
+    """Take records out of both tiers, the last first, as evictions do."""
+    removal: Any = store.engine.removal
+    for record in reversed(records):
+        with store.engine.index.changed:
+            removal._drop(record)
+        removal._finish([record])
+
+
+def test_an_older_packed_segment_stays_as_long_as_something_builds_on_it(
+    open_store_with: OpenStore, identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk lost the originals and takes nothing any more: what is saved then names the packed one
+    as its parent, and is to find it there once the disk works again."""
+
+    def full_disk(*_: object) -> None:
+        raise ColdFull("no room left")
+
+    store, ids = talked(open_store_with, identity, True), [*IDS, 1, 2, 3]
+    check_restore(store, identity, [*IDS, 7], 16)
+    drop(store, [record for record in segments(store) if not record.packed])
+    with monkeypatch.context() as full:
+        full.setattr(ColdTier, "write", full_disk)
+        full.setattr(packing, "MAX_SEGMENTS", 1)
+        for length in (17, 18):
+            save(store, identity, ids[:length])
+        check_restore(store, identity, [*ids[:18], 7], 18)
+        drop(store, [record for record in segments(store) if not record.packed])
+        save(store, identity, ids)
+        check_restore(store, identity, [*ids, 7], 19)
+        assert store.flush(PATIENCE_S) and check(store.engine) == []
+        assert [(record.start, record.end, record.packed) for record in segments(store)] == [
+            (0, 16, True), (0, 19, True), (16, 18, True), (18, 19, False)
+        ]  # fmt: skip
+    assert save(store, identity, ids, ack="disk").durable
+    store.close()
+    check_restore(open_store_with(True), identity, [*ids, 7], 19, verify=True)
 
 
 # -- damage ---------------------------------------------------------------------------------------
