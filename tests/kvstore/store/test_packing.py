@@ -22,6 +22,7 @@ from warmkv.kvstore.store.check import check
 from warmkv.kvstore.store.index import Cold, Record
 from warmkv.kvstore.testing import assert_rows, check_restore, model_rows, random_identity, save
 from warmkv.kvstore.testing.mirrored import StoreTwin
+from warmkv.kvstore.testing.naive import prefixes
 from warmkv.kvstore.testing.samples import (
     CONV,
     ENCODER,
@@ -157,7 +158,7 @@ class History:
             self.done.append(f"save {prompt} {lineage == CLEAN} {anchors} {logits is not None}")
             handed = records_at(self.identity, *prompt, lineage, spare=rng.choice((0, 1, 3)))
             twin.save(self.identity, prompt, handed, lineage, anchors=anchors, logits=logits)
-        elif choice < 0.85 and self.identity.layers[0].kind != LayerKind.SINK_WINDOW:
+        elif choice < 0.85:
             prompt = rng.choice(self.prompts[1:])
             self.done.append(f"forget {prompt}")
             twin.forget(self.identity, prompt)
@@ -185,7 +186,10 @@ class Twin(StoreTwin):
         copies = [item for item in made(self.store) if item.cold == Cold.ABSENT and self.store.engine.cold is not None]
         for item in dict.fromkeys([*copies, record]):
             if not item.gone and not item.children:
+                prompt, space = self._contents(item)[0], (item.namespace.identity, item.lineage)
                 super().evict(item)
+                if item.is_state:  # what was saved there is a part of longer prompts only
+                    self._ends[space].pop(prefixes(*prompt)[-1], None)
 
 
 @contextmanager
