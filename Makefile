@@ -42,7 +42,7 @@ check: venv ## lint, format, types and the import-direction tests
 	$(BIN)/pytest tests/meta -m "not wheel"
 
 test: models-venv model ## run all tests, real model included
-	$(BIN)/pytest --durations=20
+	$(BIN)/pytest -n auto --dist loadfile --durations=20
 
 demo: announce model ## one agent, cold and warm: writes .demo/report
 	$(BIN)/python examples/agent_demo/demo.py --model $(MODEL) --out .demo/report

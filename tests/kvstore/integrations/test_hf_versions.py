@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import transformers
 from transformers import PreTrainedModel
 
+from warmkv.kvstore.integrations import hf_versions
 from warmkv.kvstore.integrations.hf_cache import new_cache
 from warmkv.kvstore.integrations.hf_versions import CONTINUES, continues_at_once
 
@@ -23,7 +23,7 @@ from warmkv.kvstore.integrations.hf_versions import CONTINUES, continues_at_once
     ],
 )  # fmt: skip
 def test_a_family_goes_on_from_its_floor(monkeypatch: pytest.MonkeyPatch, family: str, version: str, expected: bool) -> None:
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(hf_versions.transformers, "__version__", version)
     assert continues_at_once(family) == expected
 
 

@@ -15,7 +15,7 @@ import transformers
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
-from warmkv.kvstore.integrations import hf_feed
+from warmkv.kvstore.integrations import hf_feed, hf_versions
 from warmkv.kvstore.integrations.hf_cache import cache_length, new_cache
 from warmkv.kvstore.integrations.hf_saves import BACKLOG
 from warmkv.kvstore.integrations.transformers import Generated, PromptCache
@@ -350,7 +350,7 @@ def test_below_its_floor_a_family_is_fed_singly(
     tiny: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, store: Store, prompt: list[int], monkeypatch: pytest.MonkeyPatch,
     version: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(hf_versions.transformers, "__version__", version)
     prompts = PromptCache(tiny, tokenizer, store)
     first = answer(prompts, prompt[:20])
     fed: list[tuple[int, int]] = []
@@ -386,7 +386,7 @@ def test_families_that_forget_are_fed_singly_after_the_first_piece(
 def test_an_index_over_keys_is_fed_singly_below_its_floor(
     make_tiny: MakeTiny, tokenizer: PreTrainedTokenizerFast, store: Store, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.15.0")
+    monkeypatch.setattr(hf_versions.transformers, "__version__", "5.15.0")
     model = make_tiny("deepseek_v32")
     prompts = PromptCache(model, tokenizer, store)
     answer(prompts, prompt)
