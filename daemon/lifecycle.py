@@ -68,7 +68,7 @@ def _run(config: Config, listener: Listener, engine: Engine, signals: _Signals, 
         notify(config.notify_socket, "READY=1")
         if ready is not None:
             ready(Started(config.socket, config.store, os.getpid(), f"{engine.epoch:016x}"))
-        server.serve()
+        server.serve(signals.descriptor)
         log.info("stopping")
         notify(config.notify_socket, "STOPPING=1")
     finally:
@@ -98,9 +98,15 @@ def _opened(config: Config) -> Iterator[Engine]:
 
 
 class _Signals:
-    """SIGTERM and SIGINT while a daemon runs: the first asks it to stop, the second ends it."""
+    """SIGTERM and SIGINT while a daemon runs: the first asks it to stop, the second ends it.
+
+    The kernel may deliver a signal to any thread. Python runs handlers on the main one, which would
+    not notice while it waits for connections: ``descriptor`` becomes readable then."""
 
     def __init__(self) -> None:
+        self.descriptor = -1
+        self._sender = -1
+        self._wakeup_before = -1
         self._asked = False
         self._stop: Callable[[], None] | None = None
         self._before: dict[int, object] = {}
@@ -109,11 +115,17 @@ class _Signals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._on_signal)
+            self.descriptor, self._sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._wakeup_before = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        if self._sender >= 0:
+            signal.set_wakeup_fd(self._wakeup_before)
+            os.close(self._sender)
+            os.close(self.descriptor)
 
     def then(self, stop: Callable[[], None]) -> None:
         """Call ``stop`` on the first signal, at once if that has come already."""

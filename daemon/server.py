@@ -61,13 +61,17 @@ class Server:
         with self._lock:
             return len(self._serving)
 
-    def serve(self) -> None:
-        """Accept until `stop` was called."""
+    def serve(self, signals: int = -1) -> None:
+        """Accept until `stop` was called. ``signals`` is the descriptor on which signals show, see
+        `signal.set_wakeup_fd`, -1: none."""
         poll = select.poll()
-        poll.register(self._listening, select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
+        for fd in (self._listening.fileno(), self._wake, signals):
+            if fd >= 0:
+                poll.register(fd, select.POLLIN)
         while True:
             ready = {fd for fd, _ in poll.poll()}
+            if signals in ready:
+                os.read(signals, 512)  # their handlers have run by now
             if self._wake in ready:
                 return
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -279,3 +280,13 @@ def test_a_client_out_of_descriptors_misses_that_request_only(daemon: DaemonProc
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         with client.restore(identity, [*TOKENS, 1]) as restored:
             assert restored.usable == len(TOKENS)
+
+
+def test_a_signal_that_another_thread_gets_stops_the_daemon(daemon: DaemonProcess) -> None:
+    """The kernel may give a signal to any thread; the main one sleeps in poll and must notice."""
+    threads = [int(name) for name in os.listdir(f"/proc/{daemon.pid}/task") if int(name) != daemon.pid]
+    assert threads, "no thread besides the main one"
+    assert ctypes.CDLL(None).tgkill(daemon.pid, threads[0], int(signal.SIGTERM)) == 0
+    process = daemon._process
+    assert process is not None and eventually(lambda: process.poll() is not None, 20)
+    assert process.returncode == 0
