@@ -84,9 +84,6 @@ def test_a_shared_beginning_is_stored_once_beside_different_ends(
 def test_a_few_common_tokens_are_no_reason_for_another_round(open_store_with: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:
     identity = MODELS["full"]
     store = open_store_with()
-    rounds: list[Any] = []
-    commit = store._session.commit
-    monkeypatch.setattr(store._session, "commit", lambda *a: rounds.append(a) or commit(*a))
     agents(store, identity, [[1, *range(100 * n, 100 * n + 60)] for n in range(1, 4)], monkeypatch)
     assert store.stats()["saves"] == 3
 
