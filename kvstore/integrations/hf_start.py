@@ -120,7 +120,7 @@ class Starts:
         cache, geometry = hf_cache.new_cache(self._base), self._model.geometry
         target = identity if match is None else match
         with self._prefixes.restore(target, tokens, writable=True, prefill_tps=prefill_tps, wait_s=wait_s) as restored:
-            reason, flight = restored.match.explain(self._decode), restored.flight
+            reason, flight = self._explained(restored.match), restored.flight
             usable = min(restored.usable, len(tokens) - 1)
             if usable <= 0 or (usable != restored.usable and not geometry.resumes_anywhere):
                 return Start(cache, restored.matched, reason=reason, flight=flight)
@@ -144,12 +144,19 @@ class Starts:
                 return found
             match = self._prefixes.match(identity, tokens, prefill_tps=speed)
             if match.usable <= start.usable:
-                return replace(start, reason=match.explain(self._decode))
+                return replace(start, reason=self._explained(match))
             found = self.from_store(identity, tokens, match)
         except Exception as exc:  # noqa: BLE001 - whatever a store does, the answer is computed
             self._saves.failed("restored from", exc)
             return start
         return found if found.usable > start.usable else start
+
+    def _explained(self, match: Match) -> str:
+        """Why there is no more; without words where the tokenizer has none for a stored id."""
+        try:
+            return match.explain(self._decode)
+        except Exception:  # noqa: BLE001 - a foreign program; a sentence for people is no reason to lose a hit
+            return match.explain()
 
     def _patience(self, missing: int) -> float:
         """Seconds to wait for somebody who computes the same: to wait for longer than it would

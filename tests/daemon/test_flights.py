@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from warmkv.daemon.testing import PATIENCE_S, DaemonProcess, ServedEngine, child
 from warmkv.kvstore.client.client import Client
 from warmkv.kvstore.rows import LayerRows
 from warmkv.kvstore.store.engine import Engine
+from warmkv.kvstore.testing.bounds import Task
 from warmkv.schema import messages as m
 from warmkv.schema.identity import Identity
 from warmkv.schema.records import CLEAN, NamespaceKey
@@ -83,30 +83,6 @@ def lead(served: ServedEngine, identity: Identity) -> Iterator[Leader]:
     yield leader
     if leader.process.poll() is None:
         leader.end()
-
-
-class Task(threading.Thread):
-    """A thread whose outcome is asked for: what it returned, or what it raised."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        super().__init__(daemon=True)
-        self._work = work
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._result = self._work()
-        except BaseException as exc:  # noqa: BLE001 - handed to whoever asks
-            self._error = exc
-
-    def outcome(self) -> Any:
-        self.join(PATIENCE_S)
-        assert not self.is_alive()
-        if self._error is not None:
-            raise self._error
-        return self._result
 
 
 @pytest.fixture

@@ -221,6 +221,21 @@ def test_a_turn_that_fails_lets_those_who_wait_go_on(words: PreTrainedTokenizerF
     assert store.stats()["flights"] == 0
 
 
+def test_a_stored_id_the_tokenizer_cannot_spell_costs_no_hit(
+    words: PreTrainedTokenizerFast, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = llama(words)
+    ask(PromptCache(model, words, store), FIRST)
+
+    def unknown(*_: object) -> str:
+        raise OverflowError("out of range")
+
+    cache = PromptCache(model, words, store)
+    monkeypatch.setattr(cache._starts, "_decode", unknown)
+    got = ask(cache, [FIRST[0], {"role": "user", "content": "Something else."}])
+    assert got.usable > 0 and "differs at" in got.reason
+
+
 def test_first_logits_are_seen_once_and_unchanged() -> None:
     seen: list[int] = []
     processors = with_first([lambda ids, scores: scores * 2], lambda: seen.append(1))

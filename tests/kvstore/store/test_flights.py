@@ -4,7 +4,6 @@ saved; whatever ends the first lets them go on, and nobody waits for what cannot
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from warmkv.kvstore.store.check import check
 from warmkv.kvstore.store.flights import Flights
 from warmkv.kvstore.store.index import Index
 from warmkv.kvstore.testing import FOLDED, IMAGE, OTHER_IMAGE, assert_rows, model_rows, random_identity, save
+from warmkv.kvstore.testing.bounds import Task
 from warmkv.kvstore.testing.samples import FULL, RECURRENT, mixed_identity
 from warmkv.schema import messages as m
 from warmkv.schema.errors import ClosedError
@@ -30,30 +30,6 @@ SYSTEM = list(range(100, 160))
 PROMPT = [*SYSTEM, *range(200, 220)]
 KEY, OTHER_KEY = NamespaceKey(b"k" * 16), NamespaceKey(b"o" * 16)
 AGENTS = 20
-
-
-class Task(threading.Thread):
-    """A thread whose outcome is asked for: what it returned, or what it raised."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        super().__init__(daemon=True)
-        self._work = work
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._result = self._work()
-        except BaseException as exc:  # noqa: BLE001 - handed to whoever asks
-            self._error = exc
-
-    def outcome(self) -> Any:
-        self.join(PATIENCE_S)
-        assert not self.is_alive()
-        if self._error is not None:
-            raise self._error
-        return self._result
 
 
 def packed(tokens: Sequence[int]) -> bytes:

@@ -15,6 +15,7 @@ from warmkv.kvstore.store import Store
 from warmkv.kvstore.store.check import check
 from warmkv.kvstore.store.cold import ColdTier
 from warmkv.kvstore.testing import assert_rows, model_rows, save
+from warmkv.kvstore.testing.bounds import Task
 from warmkv.schema import messages as m
 from warmkv.schema.errors import Busy, ClosedError, ColdFull, OfferAgain, StoreError
 from warmkv.schema.identity import Identity
@@ -74,30 +75,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made = Gate(monkeypatch)
     yield made
     made.open.set()
-
-
-class Task(threading.Thread):
-    """A thread whose outcome is asked for: what it returned, or what it raised."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        super().__init__(daemon=True)
-        self._work = work
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._result = self._work()
-        except BaseException as exc:  # noqa: BLE001 - handed to whoever asks
-            self._error = exc
-
-    def outcome(self) -> Any:
-        self.join(PATIENCE_S)
-        assert not self.is_alive()
-        if self._error is not None:
-            raise self._error
-        return self._result
 
 
 # -- once -------------------------------------------------------------------------------------
