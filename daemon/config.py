@@ -6,20 +6,26 @@ Every rejection names the value, what was expected and where the value came from
 
 from __future__ import annotations
 
+import grp
 import math
 import os
+import pwd
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from warmkv.kvstore.paths import default_config_path, default_socket_path, default_store_path
+from warmkv.kvstore.store.options import DEFAULT_TOKENS, MIB, POLICIES, Share
 from warmkv.schema.errors import ConfigError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_BYTES = 1 << 60
-MAX_SECONDS = 7 * 86400.0
+MAX_SECONDS = 366 * 86400.0
+MAX_SHARES = 256
+MAX_SHARE_CHARACTERS = 64
+_FLAGS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _UNITS = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40,
@@ -33,8 +39,11 @@ class Config:
     """What a daemon runs with. Sizes in bytes, None for the store's own default and 0 for
     "tier off"; times in seconds.
 
-    ``allow_uids`` may connect besides the daemon's own uid. ``notify_socket`` is where a service
-    manager awaits readiness, or empty. ``unknown_variables`` names WARMKV_* variables nothing reads."""
+    ``allow_uids``, and members of ``allow_gids``, may connect besides the daemon's own uid;
+    ``socket_gid`` owns the socket, which its members may then open (-1: nobody else). ``shares`` are
+    declared namespaces. ``pressure`` shrinks memory when the machine runs short of it; ``spool`` is a
+    folder whose files are imported (None: none). ``notify_socket`` is where a service manager awaits
+    readiness, or empty. ``unknown_variables`` names WARMKV_* variables nothing reads."""
 
     socket: Path
     store: Path
@@ -50,6 +59,26 @@ class Config:
     lease_ttl_s: float = 300.0
     reservation_ttl_s: float = 60.0
     busy_timeout_s: float = 5.0
+    policy: str = "gdsf"
+    high_watermark: float = 0.95
+    low_watermark: float = 0.85
+    evict_interval_s: float = 30.0
+    ttl_s: float = 0.0
+    uid_share: float = 1.0
+    namespace_floor_bytes: int = 0
+    max_dirty_bytes: int | None = None
+    max_tokens: int = DEFAULT_TOKENS
+    scrub_interval_s: float = 7 * 86400.0
+    scrub_bytes_per_s: int = 64 * MIB
+    allow_network_store: bool = False
+    allow_gids: tuple[int, ...] = ()
+    socket_gid: int = -1
+    shares: Mapping[str, Share] = field(default_factory=dict)
+    pressure: bool = True
+    copy_foreign: bool = True
+    fd_store_bytes: int | None = None
+    watch_interval_s: float = 30.0
+    spool: Path | None = None
     log_level: str = "info"
     source: Path | None = None
     notify_socket: str = ""
@@ -96,24 +125,91 @@ def _seconds(value: object) -> float:
     return number
 
 
+def _seconds_or_never(value: object) -> float:
+    return 0.0 if value in (0, "0", 0.0) and not isinstance(value, bool) else _seconds(value)
+
+
+def _fraction(value: object) -> float:
+    try:
+        number = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= 1:
+        raise ValueError("expected a number more than 0 and at most 1")
+    return number
+
+
+def _flag(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in _FLAGS:
+        return _FLAGS[value.lower()]
+    raise ValueError("expected true or false")
+
+
+def _one_of(*words: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or value.lower() not in words:
+            raise ValueError(f"expected one of {', '.join(words)}")
+        return value.lower()
+
+    return parse
+
+
+def _optional_path(value: object) -> Path | None:
+    return None if value == "" else _path(value)
+
+
 def _path(value: object) -> Path:
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or "\0" in os.fspath(value):
         raise ValueError("expected a path")
     return Path(value).expanduser().absolute()
 
 
-def _level(value: object) -> str:
-    if not isinstance(value, str) or value.lower() not in LOG_LEVELS:
-        raise ValueError(f"expected one of {', '.join(LOG_LEVELS)}")
-    return value.lower()
+def _accounts(number_of: Callable[[str], int], what: str) -> Callable[[object], tuple[int, ...]]:
+    """Parser of a list of users or groups, each a number or a name."""
+
+    def one(item: object) -> int:
+        if isinstance(item, str) and not item.strip().isdigit():
+            try:
+                return number_of(item)
+            except (KeyError, ValueError) as exc:
+                raise ValueError(f"there is no {what} {item!r}") from exc
+        return _number(0, 2**32 - 2)(item)
+
+    def parse(value: object) -> tuple[int, ...]:
+        items: object = [part for part in value.replace(",", " ").split() if part] if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple)):
+            raise ValueError(f"expected a list of {what}s, by number or name")
+        return tuple(sorted({one(item) for item in items}))
+
+    return parse
 
 
-def _uids(value: object) -> tuple[int, ...]:
-    items: object = [part for part in value.replace(",", " ").split() if part] if isinstance(value, str) else value
-    if not isinstance(items, (list, tuple)):
-        raise ValueError("expected a list of user ids")
-    one = _number(0, 2**32 - 2)
-    return tuple(sorted({one(item) for item in items}))
+_users = _accounts(lambda name: pwd.getpwnam(name).pw_uid, "user")
+_groups = _accounts(lambda name: grp.getgrnam(name).gr_gid, "group")
+
+
+def _group(value: object) -> int:
+    if value == "":
+        return -1
+    groups = _groups([value])
+    return groups[0]
+
+
+def _shares(value: object) -> dict[str, Share]:
+    """``{name = {readers = [...], writers = [...]}}``; who may write may read."""
+    if not isinstance(value, dict) or len(value) > MAX_SHARES:
+        raise ValueError(f"expected a table of at most {MAX_SHARES} shares, each with readers and writers")
+    shares = {}
+    for name, given in value.items():
+        if not name or len(name) > MAX_SHARE_CHARACTERS or not name.isprintable():
+            raise ValueError(f"share {name!r} has no name of 1 to {MAX_SHARE_CHARACTERS} printable characters")
+        if not isinstance(given, dict) or set(given) - {"readers", "writers"}:
+            raise ValueError(f"share {name!r} is no table of readers and writers")
+        writers = frozenset(_users(given.get("writers", [])))
+        shares[name] = Share(frozenset(_users(given.get("readers", []))) | writers, writers)
+    return shares
 
 
 #: Every setting: its parser. Flags, variables and keys of the file share these names.
@@ -124,7 +220,27 @@ SETTINGS: dict[str, Callable[[object], object]] = {
     "cold_bytes": _budget,
     "anchors": _number(0, 1 << 20),
     "max_connections": _number(1, 100_000),
-    "allow_uids": _uids,
+    "allow_uids": _users,
+    "allow_gids": _groups,
+    "socket_gid": _group,
+    "shares": _shares,
+    "policy": _one_of(*POLICIES),
+    "high_watermark": _fraction,
+    "low_watermark": _fraction,
+    "evict_interval_s": _seconds_or_never,
+    "ttl_s": _seconds_or_never,
+    "uid_share": _fraction,
+    "namespace_floor_bytes": parse_size,
+    "max_dirty_bytes": _budget,
+    "max_tokens": _number(1, 1 << 40),
+    "scrub_interval_s": _seconds_or_never,
+    "scrub_bytes_per_s": parse_size,
+    "allow_network_store": _flag,
+    "pressure": _flag,
+    "copy_foreign": _flag,
+    "fd_store_bytes": _budget,
+    "watch_interval_s": _seconds,
+    "spool": _optional_path,
     "frame_timeout_s": _seconds,
     "send_timeout_s": _seconds,
     "stop_timeout_s": _seconds,
@@ -132,7 +248,7 @@ SETTINGS: dict[str, Callable[[object], object]] = {
     "lease_ttl_s": _seconds,
     "reservation_ttl_s": _seconds,
     "busy_timeout_s": _seconds,
-    "log_level": _level,
+    "log_level": _one_of(*LOG_LEVELS),
 }
 #: Variables that belong to the client, to the search for the file, or to shell completion.
 _OTHER_VARIABLES = frozenset({"WARMKV_DISABLE", "WARMKV_CONFIG"})

@@ -16,9 +16,11 @@ from warmkv.schema.records import Anchor, RecordId, pack_anchors, unpack_anchors
 
 #: 2: states beside segments, segments that hold rows of some layers only. A store of format 1
 #: is one without either; opening it makes it a store of format 2, which older programs refuse.
-STORE_MAJOR, STORE_MINOR = 2, 0
+#: 2.1: usage names prefill time and when it was used last, where 2.0 has zeros.
+STORE_MAJOR, STORE_MINOR = 2, 1
 TABLES = (b"meta", b"namespaces", b"segments", b"states", b"chunks", b"usage", b"anchors", b"quarantine")
-_USAGE = struct.Struct("<QQQQ")
+_USAGE = struct.Struct("<QQQII")
+_U32 = 2**32 - 1
 _CHUNK = struct.Struct(">16sI")
 _ANCHOR = struct.Struct(">16sQB")
 _FORMAT = struct.Struct("<HH")
@@ -26,11 +28,14 @@ _FORMAT = struct.Struct("<HH")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """``last_used`` is a logical counter, not a clock; ``pinned_until_ns`` wall clock."""
+    """``last_used`` is a logical counter, not a clock; ``pinned_until_ns`` and ``used_at_s`` are wall
+    clock. ``prefill_us`` is how long the record's own rows took to compute; 0 where nobody said."""
 
     last_used: int
     hits: int
     pinned_until_ns: int
+    prefill_us: int = 0
+    used_at_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +75,14 @@ def decode_anchor(data: bytes) -> Anchor:
 
 
 def encode_usage(usage: Usage) -> bytes:
-    return _USAGE.pack(usage.last_used, usage.hits, usage.pinned_until_ns, 0)
+    prefill_us, used_at_s = min(usage.prefill_us, _U32), min(usage.used_at_s, _U32)
+    return _USAGE.pack(usage.last_used, usage.hits, usage.pinned_until_ns, prefill_us, used_at_s)
 
 
 def decode_usage(data: bytes) -> Usage:
     if len(data) != _USAGE.size:
         raise FormatError(f"usage value has {len(data)} bytes, expected {_USAGE.size}")
-    last_used, hits, pinned, _ = _USAGE.unpack(data)
-    return Usage(last_used, hits, pinned)
+    return Usage(*_USAGE.unpack(data))
 
 
 def encode_namespace(record: NamespaceRecord) -> bytes:

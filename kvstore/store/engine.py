@@ -13,6 +13,7 @@ import time
 from warmkv.kvstore.store import answers
 from warmkv.kvstore.store.acquisition import Acquisition
 from warmkv.kvstore.store.cold import ColdTier
+from warmkv.kvstore.store.health import Health
 from warmkv.kvstore.store.index import Index
 from warmkv.kvstore.store.intake import Intake, Owner
 from warmkv.kvstore.store.options import StoreOptions
@@ -32,6 +33,7 @@ class Engine:
     def __init__(self, options: StoreOptions, cold: ColdTier | None) -> None:
         assert options.warm_bytes is not None and options.warm_entries is not None
         self.options = options
+        self.health = Health()
         self.epoch = secrets.randbits(63) | 1
         self.index = Index()
         self.warm = WarmTier(self.index, options.warm_bytes, options.warm_entries, options.busy_timeout_s)

@@ -73,7 +73,7 @@ def test_any_value_of_any_setting_is_taken_or_refused_as_config_error(value: obj
         ("lease_ttl_s", "inf"),
         ("lease_ttl_s", "nan"),
         ("log_level", "loud"),
-        ("allow_uids", "root"),
+        ("allow_uids", "no-such-user"),
         ("allow_uids", "-1"),
         ("allow_uids", "4294967295"),
     ],

@@ -24,7 +24,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], object]] = {
     "lmdb_usage.bin": (lmdb_records.decode_usage, USAGE),
     "lmdb_namespace.bin": (lmdb_records.decode_namespace, NAMESPACE_RECORD),
     "lmdb_anchor.bin": (lmdb_records.decode_anchor, ANCHOR),
-    "lmdb_format.bin": (lmdb_records.decode_format, (2, 0)),
+    "lmdb_format.bin": (lmdb_records.decode_format, (2, 1)),
     "lmdb_format_1.bin": (lmdb_records.decode_format, (1, 0)),
     "lmdb_chunk_key.bin": (lmdb_records.split_chunk_key, (ID, 0x01020304)),
 }
@@ -45,7 +45,7 @@ def test_golden_bytes_are_read_back(name: str) -> None:
 def test_golden_bytes_by_hand() -> None:
     golden = {name: (GOLDEN / name).read_bytes() for name in NAMES}
     assert golden["lmdb_usage.bin"] == struct.pack("<QQQQ", 2**40, 12, CREATED_NS, 0)
-    assert golden["lmdb_format.bin"] == struct.pack("<HH", 2, 0)
+    assert golden["lmdb_format.bin"] == struct.pack("<HH", 2, 1)
     assert (GOLDEN / "lmdb_format_1.bin").read_bytes() == struct.pack("<HH", 1, 0)
     anchor = struct.pack("<QB3xIQq", 5, 3, 3, 0xFEDCBA9876543210, -17)
     assert golden["lmdb_anchor.bin"] == anchor
