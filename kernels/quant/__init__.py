@@ -1,0 +1,1 @@
+"""Storage formats to numbers and back."""

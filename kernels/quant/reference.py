@@ -1,0 +1,104 @@
+"""Rows into storage formats and back, written to be read beside the formulas.
+
+q8_2f, for a row x with field c (1 everywhere until it is frozen) and each group g of channels:
+
+    r = x / c        s_g = max(max|r_g| / 127, 1e-12)        q = clamp(round(r / s_g), -127, 127)
+    x' = q * s_g * c
+
+with halves rounded away from zero, all in float32. The field is frozen once, from what the stored
+rows decode to: c = max(sqrt(mean of squares over rows), 1e-6); those rows are then written anew.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from warmkv.kernels.errors import KernelError, NotFinite
+from warmkv.kernels.formats import F32, KEY_GROUP, MIN_FIELD, MIN_SCALE, Block, RowFormat
+
+
+def encode(rows: F32, format_: RowFormat, *, keys: bool, field: F32 | None = None) -> Block:
+    """Store float32 rows (rows, size). The block owns its arrays.
+
+    Quantised formats raise NotFinite for a row with NaN or infinity; f16 and bf16 keep them, and
+    turn what is too large into infinity."""
+    if rows.ndim != 2 or rows.dtype != np.float32:
+        raise KernelError(f"rows are {rows.dtype} of shape {rows.shape}, expected float32 (rows, size)")
+    if not format_.quantised:
+        return Block(format_, _narrow(rows, format_))
+    require_finite(rows)
+    return _quantise(rows, format_.groups(rows.shape[1], keys=keys), field)
+
+
+def decode(block: Block) -> F32:
+    """The float32 rows (rows, size) a block stands for, as a copy."""
+    if block.format is RowFormat.BF16:
+        wide: F32 = (block.codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return wide
+    rows: F32 = block.codes.astype(np.float32)
+    if block.scales is None:
+        return rows
+    spread = np.repeat(block.scales, block.group, axis=1)[:, : block.size]
+    np.multiply(rows, spread, out=rows)
+    if block.field is not None:
+        np.multiply(rows, block.field, out=rows)
+    return rows
+
+
+def require_finite(rows: F32) -> None:
+    """Raises NotFinite that names the first row with NaN or infinity."""
+    bad = ~np.isfinite(rows).all(axis=1)
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise NotFinite(f"row {row} has NaN or infinity, which a quantised format cannot hold", row)
+
+
+def field_of(rows: F32) -> F32:
+    """The per-channel field of rows (rows, size) that are stored: their RMS."""
+    total: F32 = np.add.reduce(rows * rows, axis=0, dtype=np.float32)
+    field: F32 = np.maximum(np.sqrt(total / np.float32(max(1, len(rows)))), MIN_FIELD)
+    return field
+
+
+def refield(block: Block) -> Block:
+    """The same rows with their field frozen: decoded, and quantised once more against it."""
+    if block.scales is None:
+        raise KernelError(f"rows of format {block.format.value} have no field")
+    rows = decode(block)
+    return _quantise(rows, int(block.scales.shape[1]), field_of(rows))
+
+
+def _quantise(rows: F32, groups: int, field: F32 | None) -> Block:
+    count, size = rows.shape
+    group = size if groups == 1 else KEY_GROUP
+    residual = rows if field is None else rows / field
+    codes = np.empty((count, size), np.int8)
+    scales = np.empty((count, groups), np.float32)
+    for index in range(groups):
+        part = residual[:, index * group : (index + 1) * group]
+        scale = np.maximum(np.abs(part).max(axis=1, initial=0) / np.float32(127), MIN_SCALE)
+        scales[:, index] = scale
+        codes[:, index * group : (index + 1) * group] = np.clip(_round(part / scale[:, None]), -127, 127)
+    return Block(RowFormat.Q8_2F, codes, scales, field)
+
+
+def _round(x: F32) -> F32:
+    """To the nearest whole number, halves away from zero."""
+    whole = np.trunc(x)
+    return whole + np.where(np.abs(x - whole) >= np.float32(0.5), np.sign(x), np.float32(0)).astype(np.float32)
+
+
+def _narrow(rows: F32, format_: RowFormat) -> npt.NDArray[np.generic]:
+    if format_ is RowFormat.BF16:
+        return to_bf16(rows)
+    with np.errstate(over="ignore"):
+        return rows.astype(format_.code_dtype)
+
+
+def to_bf16(rows: F32) -> npt.NDArray[np.uint16]:
+    """bf16 bits of float32 numbers, to the nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(rows).view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    return np.where(np.isnan(rows), quiet, rounded).astype(np.uint16)
