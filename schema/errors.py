@@ -144,6 +144,18 @@ class DescriptorLimit(StoreError):
     retryable = True
 
 
+class AccessRefused(StoreError):
+    """What this user may not do, or something that is not there: which of the two is not told."""
+
+    code = 311
+
+
+class ColdUnavailable(StoreError):
+    """There can be no cold tier here: on this file system, within this process's limits."""
+
+    code = 312
+
+
 class ClientError(WarmKVError):
     """The client could not complete a call."""
 

@@ -58,3 +58,11 @@ def put_array(builder: flatbuffers.Builder, array: npt.NDArray[np.generic], dtyp
     if array.ndim != 1 or array.dtype.newbyteorder("<") != dtype:
         raise TypeError(f"array of {array.dtype} with {array.ndim} dimensions, expected one of {dtype}")
     return int(builder.CreateNumpyVector(array))
+
+
+def elements(array: npt.NDArray[np.generic], dtype: str) -> tuple[int, int, bytes]:
+    """How many elements ``dtype``, the bytes of one, and all of them; TypeError for any other array,
+    whose bytes would be read back as other numbers."""
+    if array.ndim != 1 or array.dtype.newbyteorder("<") != dtype:
+        raise TypeError(f"array of {array.dtype} with {array.ndim} dimensions, expected one of {dtype}")
+    return array.size, array.itemsize, array.astype(dtype, copy=False).tobytes()

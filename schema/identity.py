@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cached_property
 from typing import Any
@@ -284,7 +284,7 @@ class Identity:
     runtime: str
     runtime_state_version: str
     topology: Topology
-    tenant: bytes
+    tenant: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
         for name in ("architecture", "compute_dtype", "attention", "layout", "runtime", "runtime_state_version"):
@@ -313,6 +313,11 @@ class Identity:
     def fields(self) -> dict[str, canonical.Value]:
         """Field name to canonical value, in the order of the canonical bytes."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+    def __hash__(self) -> int:
+        """That of the canonical bytes, which keep theirs: what is remembered by identity is asked for
+        at every request, and the layers alone are hundreds of values."""
+        return hash(self._canonical)
 
     def canonical(self) -> bytes:
         """The bytes the fingerprint is computed over."""
@@ -360,7 +365,9 @@ def first_difference(ours: Identity, theirs: Identity) -> str | None:
 
 def _check_digest(name: str, value: object) -> None:
     if not isinstance(value, bytes) or (value != b"none" and not 16 <= len(value) <= 64):
-        raise IdentityError(f"identity field {name} is {value!r}; expected a digest of 16-64 bytes, or b'none'")
+        # A salt handed in by mistake instead of its digest must not end up in a log.
+        found = type(value).__name__ if name == "tenant" else repr(value)
+        raise IdentityError(f"identity field {name} is {found}; expected a digest of 16-64 bytes, or b'none'")
 
 
 def _check_text(name: str, value: object) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from warmkv.schema import canonical
 from warmkv.schema.errors import FormatError
@@ -16,9 +17,10 @@ from warmkv.schema.records import Anchor, RecordId, pack_anchors, unpack_anchors
 
 #: 2: states beside segments, segments that hold rows of some layers only. A store of format 1
 #: is one without either; opening it makes it a store of format 2, which older programs refuse.
-#: 2.1: usage names prefill time and when it was used last, where 2.0 has zeros.
+#: 2.1: usage names prefill time and when it was used last, where 2.0 has zeros; summaries (see
+#: `schema.summary`), made from the heads where they are missing.
 STORE_MAJOR, STORE_MINOR = 2, 1
-TABLES = (b"meta", b"namespaces", b"segments", b"states", b"chunks", b"usage", b"anchors", b"quarantine")
+TABLES = (b"meta", b"namespaces", b"segments", b"states", b"chunks", b"usage", b"anchors", b"quarantine", b"summaries")
 _USAGE = struct.Struct("<QQQII")
 _U32 = 2**32 - 1
 _CHUNK = struct.Struct(">16sI")
@@ -26,8 +28,7 @@ _ANCHOR = struct.Struct(">16sQB")
 _FORMAT = struct.Struct("<HH")
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """``last_used`` is a logical counter, not a clock; ``pinned_until_ns`` and ``used_at_s`` are wall
     clock. ``prefill_us`` is how long the record's own rows took to compute; 0 where nobody said."""
 

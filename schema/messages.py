@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import struct
 import typing
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Union
 
-import flatbuffers
 import numpy as np
 import numpy.typing as npt
 
@@ -20,6 +18,7 @@ from warmkv.schema import flat
 from warmkv.schema.errors import FormatError
 from warmkv.schema.generated import wire_generated as gen
 from warmkv.schema.records import MAX_TOKENS, NamespaceKey, RecordId, Tokens
+from warmkv.schema.tables import Tables, field_of, read, table_at
 
 #: Largest body a peer may announce: the longest prompt, twice, with room for the rest.
 MAX_BODY_BYTES = 4 * MAX_TOKENS + (4 << 20)
@@ -192,7 +191,8 @@ class Offered:
 @dataclass(frozen=True, slots=True)
 class Commit:
     """Take the sealed container passed with this message. Answered when ``ack`` is reached.
-    ``more`` keeps what is left of the reservation for another container."""
+    ``more`` keeps what is left of the reservation for another container. ``prefill_us`` is how long
+    its own rows took to compute; 0: unknown."""
 
     namespace: NamespaceKey
     epoch: int
@@ -200,6 +200,7 @@ class Commit:
     ack: int = ACK_MEMORY
     anchors: bytes = b""
     more: bool = False
+    prefill_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +272,8 @@ class Forgotten:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """An administrative question; ``arguments`` is a JSON object."""
+    """An administrative question; ``arguments`` is a JSON object. Export and import come with the
+    open file they are about, every other report without."""
 
     verb: str
     arguments: bytes = b"{}"
@@ -307,40 +309,36 @@ _PROSE = frozenset({"message"})
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """How one field is spelled: the generated setter and accessor, looked up once."""
+    """How one field is spelled."""
 
     name: str
     kind: str
-    add: Callable[[flatbuffers.Builder, Any], None]
-    read: Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Spelling:
-    """The generated functions behind a message class."""
+    """How a message class is spelled."""
 
     fields: tuple[_Field, ...]
-    start: Callable[[flatbuffers.Builder], None]
-    end: Callable[[flatbuffers.Builder], int]
-    table: type[Any]
+    tables: Tables
     number: int
 
 
 def _spelling(cls: type[Any]) -> _Spelling:
     hints = typing.get_type_hints(cls)
-    name, table = cls.__name__, getattr(gen, cls.__name__)
-    rows = []
+    name, rows, found = cls.__name__, [], []
     for item in fields(cls):
         hint = hints[item.name]
         kind = "scalar" if hint in (int, bool, float) else "text" if hint is str else "array"
         if hint is bytes or getattr(hint, "__supertype__", None) is bytes:
             kind = "bytes"
         camel = "".join(part.capitalize() for part in item.name.split("_"))
-        accessor = camel + "AsNumpy" if kind in ("array", "bytes") else camel
-        rows.append(_Field(item.name, kind, getattr(gen, f"{name}Add{camel}"), getattr(table, accessor)))
-    return _Spelling(tuple(rows), getattr(gen, f"{name}Start"), getattr(gen, f"{name}End"), table, getattr(gen.Body, name))
+        rows.append(_Field(item.name, kind))
+        found.append(field_of(getattr(gen, f"{name}Add{camel}")))
+    return _Spelling(tuple(rows), Tables(_ENVELOPE, found), getattr(gen.Body, name))
 
 
+_ENVELOPE = tuple(field_of(setter) for setter in (gen.MessageAddId, gen.MessageAddBodyType, gen.MessageAddBody))
 SPELLINGS = {cls: _spelling(cls) for cls in CLASSES.values()}
 _BY_NUMBER = {spelling.number: cls for cls, spelling in SPELLINGS.items()}
 
@@ -348,31 +346,21 @@ _BY_NUMBER = {spelling.number: cls for cls, spelling in SPELLINGS.items()}
 def encode(message: Message, request_id: int) -> bytes:
     """Body of a frame. Raises FormatError for a value its field cannot hold."""
     spelling = SPELLINGS[type(message)]
-    tokens = getattr(message, "tokens", None)
-    builder = flatbuffers.Builder(512 + (tokens.nbytes if tokens is not None else 0))
     values: list[Any] = []
     try:
         for field in spelling.fields:
             value = getattr(message, field.name)
             if field.kind == "bytes":
-                value = flat.put_bytes(builder, value)
+                value = (len(value), 1, bytes(value))
             elif field.kind == "text":
-                value = builder.CreateString(value, errors="backslashreplace" if field.name in _PROSE else "strict")
+                data = value.encode("utf-8", "backslashreplace" if field.name in _PROSE else "strict")
+                value = (len(data), 1, data + b"\0")
             elif field.kind == "array":
-                value = flat.put_array(builder, value, _ELEMENTS[field.name])
+                value = flat.elements(value, _ELEMENTS[field.name])
             values.append(value)
-        spelling.start(builder)
-        for field, value in zip(spelling.fields, values, strict=True):
-            field.add(builder, value)
-        body = spelling.end(builder)
-        gen.MessageStart(builder)
-        gen.MessageAddId(builder, request_id)
-        gen.MessageAddBodyType(builder, spelling.number)
-        gen.MessageAddBody(builder, body)
-        builder.Finish(gen.MessageEnd(builder))
-    except (TypeError, ValueError, OverflowError, struct.error) as exc:
+        return spelling.tables.write((request_id, spelling.number), values)
+    except (TypeError, ValueError, AttributeError, OverflowError, struct.error) as exc:
         raise FormatError(f"{type(message).__name__} has a value its field cannot hold: {exc}") from exc
-    return bytes(builder.Output())
 
 
 def decode(body: bytes) -> tuple[int, Message]:
@@ -380,30 +368,30 @@ def decode(body: bytes) -> tuple[int, Message]:
     if not 16 <= len(body) <= MAX_BODY_BYTES:
         raise FormatError(f"message body has {len(body)} bytes, expected 16..{MAX_BODY_BYTES}")
     with flat.reading("message"):
-        root = gen.Message.GetRootAs(body, 0)
-        cls = _BY_NUMBER.get(root.BodyType())
-        union = root.Body()
-        if cls is None or union is None:
-            raise FormatError(f"message type {root.BodyType()} is unknown")
+        request_id, number, (at, _) = read(_ENVELOPE, body, table_at(body, 0))
+        cls = _BY_NUMBER.get(number)
+        if cls is None or not at:
+            raise FormatError(f"message type {number} is unknown")
         spelling = SPELLINGS[cls]
-        table = spelling.table()
-        table.Init(union.Bytes, union.Pos)
-        return root.Id(), cls(**{field.name: _value(field, field.read(table)) for field in spelling.fields})
+        values = spelling.tables.read(body, at - 4)
+        return request_id, cls(*[_value(field, value, body) for field, value in zip(spelling.fields, values, strict=True)])
 
 
-def _value(field: _Field, raw: Any) -> object:
+def _value(field: _Field, raw: Any, body: bytes) -> object:
     if field.kind == "scalar":
         return raw
-    if field.kind == "text":
-        return flat.text(raw)
-    array = flat.vector(raw, "u1")
+    at, count = raw
     if field.kind == "array":
-        if not array.size:
+        if not count:
             return np.zeros(0, _ELEMENTS[field.name])
-        if array.size > MAX_TOKENS:
-            raise FormatError(f"{field.name}: {array.size} elements, at most {MAX_TOKENS} are allowed")
-        return array
-    data = array.tobytes()
+        if count > MAX_TOKENS:
+            raise FormatError(f"{field.name}: {count} elements, at most {MAX_TOKENS} are allowed")
+        return flat.vector(np.frombuffer(body, _ELEMENTS[field.name], count, at), _ELEMENTS[field.name])
+    if at + count > len(body):
+        raise FormatError(f"{field.name}: {count} bytes at {at} of {len(body)}")
+    data = body[at : at + count]
+    if field.kind == "text":
+        return flat.text(data)
     if field.name in _SIZES and len(data) not in _SIZES[field.name]:
         raise FormatError(f"{field.name} has {len(data)} bytes, expected {_SIZES[field.name]}")
     return data

@@ -33,7 +33,7 @@ REPLY: dict[type[object], type[object]] = {
 }
 ONE_WAY: tuple[type[object], ...] = (m.Release,)
 #: Messages that carry descriptors, with the fewest and the most they may carry.
-DESCRIPTORS: dict[type[object], tuple[int, int]] = {m.Commit: (1, 1), m.Acquired: (0, m.MAX_FDS)}
+DESCRIPTORS: dict[type[object], tuple[int, int]] = {m.Commit: (1, 1), m.Report: (0, 1), m.Acquired: (0, m.MAX_FDS)}
 
 
 def choose_version(version_min: int, version_max: int) -> int:

@@ -50,6 +50,9 @@ MAX_PAYLOAD_BYTES = 1 << 44
 #: Headers up to this size are remembered after decoding (see `_read_header`).
 REMEMBERED_HEADER_BYTES = 256 << 10
 assert PREAMBLE.size == 64
+#: Where the preamble has the digest, and what stands there and behind it when it is taken.
+_DIGEST_AT = 36
+_NO_DIGEST = bytes(PREAMBLE.size - _DIGEST_AT)
 
 
 class ContainerKind(IntEnum):
@@ -149,6 +152,24 @@ def encode_head(header: Header, payload_bytes: int) -> bytes:
     fields = (MAGIC, MAJOR, MINOR, int(kind), 0, 0, len(body), offset, payload_bytes)
     digest = xxhash.xxh3_128_digest(PREAMBLE.pack(*fields, b"", b"") + body)
     return PREAMBLE.pack(*fields, digest, b"") + body
+
+
+def head_digest(data: bytes) -> bytes:
+    """The digest that a head, alone in ``data``, carries and matches: bytes with an equal one are the
+    same head. Raises FormatError, of what `decode_head` checks, for flipped bits and a wrong length."""
+    header_bytes, digest = int(_check_preamble(data)[6]), data[_DIGEST_AT : _DIGEST_AT + 16]
+    if len(data) != PREAMBLE.size + header_bytes:
+        raise FormatError(f"container head has {len(data)} bytes, its preamble claims {PREAMBLE.size + header_bytes}")
+    if xxhash.xxh3_128_digest(data[:_DIGEST_AT] + _NO_DIGEST + data[PREAMBLE.size :]) != digest:
+        raise DigestError("container head does not match its digest")
+    return digest
+
+
+def is_head(data: bytes, digest: bytes) -> bool:
+    """Whether ``data`` is, byte for byte, the head for which `head_digest` said ``digest``."""
+    if data[_DIGEST_AT : PREAMBLE.size] != digest + _NO_DIGEST[len(digest) :]:
+        return False
+    return bool(xxhash.xxh3_128_digest(data[:_DIGEST_AT] + _NO_DIGEST + data[PREAMBLE.size :]) == digest)
 
 
 def head_size(preamble: bytes) -> int:

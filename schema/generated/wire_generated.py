@@ -1657,7 +1657,14 @@ class Commit(object):
             return bool(self._tab.Get(flatbuffers.number_types.BoolFlags, o + self._tab.Pos))
         return False
 
-def CommitStart(builder): builder.StartObject(6)
+    # Commit
+    def PrefillUs(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(16))
+        if o != 0:
+            return self._tab.Get(flatbuffers.number_types.Uint64Flags, o + self._tab.Pos)
+        return 0
+
+def CommitStart(builder): builder.StartObject(7)
 def CommitAddNamespace(builder, namespace): builder.PrependUOffsetTRelativeSlot(0, flatbuffers.number_types.UOffsetTFlags.py_type(namespace), 0)
 def CommitStartNamespaceVector(builder, numElems): return builder.StartVector(1, numElems, 1)
 def CommitAddEpoch(builder, epoch): builder.PrependUint64Slot(1, epoch, 0)
@@ -1666,6 +1673,7 @@ def CommitAddAck(builder, ack): builder.PrependUint8Slot(3, ack, 0)
 def CommitAddAnchors(builder, anchors): builder.PrependUOffsetTRelativeSlot(4, flatbuffers.number_types.UOffsetTFlags.py_type(anchors), 0)
 def CommitStartAnchorsVector(builder, numElems): return builder.StartVector(1, numElems, 1)
 def CommitAddMore(builder, more): builder.PrependBoolSlot(5, more, 0)
+def CommitAddPrefillUs(builder, prefillUs): builder.PrependUint64Slot(6, prefillUs, 0)
 def CommitEnd(builder): return builder.EndObject()
 
 

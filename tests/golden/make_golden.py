@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE.parent / "_ns"))
 
-from warmkv.schema import errors, ids, lmdb_records, segment  # noqa: E402
+from warmkv.schema import errors, ids, lmdb_records, segment, summary  # noqa: E402
 from warmkv.schema import messages as m  # noqa: E402
 from warmkv.schema.identity import (  # noqa: E402
     AdapterRef,
@@ -166,7 +166,7 @@ MESSAGES: dict[str, m.Message] = {
         m.Release(np.array([1, 2**64 - 1, 3], dtype="<u8")),
         m.Offer(NAMESPACE, LINEAGE, TOKENS, _PACKED, bytes(range(48)), 46080, 512, 3),
         m.Offered(5, PARENT, 17, 2**35, 99, bytes(range(24)), ID, 9),
-        m.Commit(NAMESPACE, 99, 17, m.ACK_DISK, _ANCHORS, True),
+        m.Commit(NAMESPACE, 99, 17, m.ACK_DISK, _ANCHORS, True, 2**40),
         m.Annotate(NAMESPACE, LINEAGE, TOKENS, _PACKED, m.ACK_DISK, _ANCHORS, 17, True, 9),
         m.Committed(ID, 8, 2**34, True, True),
         m.Pin(NAMESPACE, LINEAGE, TOKENS, _PACKED, 60_000),
@@ -181,6 +181,10 @@ MESSAGES: dict[str, m.Message] = {
 }  # fmt: skip
 
 USAGE = lmdb_records.Usage(2**40, 12, CREATED_NS)
+SUMMARY = summary.Summary(
+    bytes(range(0x40, 0x50)), NAMESPACE, LINEAGE, PARENT, 3, 8, 2**40, 2**39, CREATED_NS, "écrit", 3, 812, ((3, 8), (5, 8)),
+    (bytes(range(16)),), ATTACHMENTS[1:],
+)  # fmt: skip
 NAMESPACE_RECORD = lmdb_records.NamespaceRecord(OWNER_UID, SHARE, IDENTITY, CREATED_NS)
 
 
@@ -212,6 +216,7 @@ def golden_bytes() -> dict[str, bytes]:
         "lmdb_namespace.bin": lmdb_records.encode_namespace(NAMESPACE_RECORD),
         "lmdb_anchor.bin": lmdb_records.encode_anchor(ANCHOR),
         "lmdb_format.bin": lmdb_records.encode_format(),
+        "lmdb_summary.bin": summary.encode(ID, SUMMARY),
         "lmdb_chunk_key.bin": lmdb_records.chunk_key(ID, 0x01020304),
         "lmdb_anchor_key.bin": lmdb_records.anchor_key(ID, ANCHOR),
     }

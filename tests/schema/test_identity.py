@@ -199,6 +199,13 @@ def test_canonical_bytes_give_the_identity_back(name: str, identity: Identity) -
     assert differing_fields(BASE, identity) == ((first_difference(BASE, identity),) if identity != BASE else ())
 
 
+@pytest.mark.parametrize(("name", "identity"), VARIANTS, ids=[name for name, _ in VARIANTS])
+def test_equal_identities_are_one_key_and_others_are_not(name: str, identity: Identity) -> None:
+    again = Identity.from_canonical(identity.canonical())
+    assert again is not identity and hash(again) == hash(identity)
+    assert {BASE: "base", identity: name}[again] == name and ({again: 1}.get(BASE) == 1) == (identity == BASE)
+
+
 # -- bytes ------------------------------------------------------------------------------------
 
 

@@ -73,6 +73,7 @@ def test_table_names_are_final() -> None:
         b"usage",
         b"anchors",
         b"quarantine",
+        b"summaries",
     )
 
 

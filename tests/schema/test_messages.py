@@ -121,6 +121,12 @@ def test_golden_body(kind: str) -> None:
     assert same(message, MESSAGES[kind])
 
 
+def test_a_commit_of_an_older_client_names_no_prefill_time() -> None:
+    request_id, message = m.decode((GOLDEN / "wire_commit_1.bin").read_bytes())
+    assert request_id == REQUEST_ID
+    assert same(message, replace(MESSAGES["Commit"], prefill_us=0))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_golden_body_through_the_generated_readers(kind: str) -> None:
     data = (GOLDEN / f"wire_{kind.lower()}.bin").read_bytes()
