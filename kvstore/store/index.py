@@ -7,15 +7,19 @@ or writes files, closes descriptors or hashes.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 from warmkv.kvstore.geometry import Coverage
 from warmkv.kvstore.needs import Provides, needs_of_model
+from warmkv.kvstore.store.clock import NS, Clock
 from warmkv.kvstore.store.path import Path, Span
+from warmkv.kvstore.store.policy import ranking
 from warmkv.kvstore.store.radix import Node, RadixTree
+from warmkv.kvstore.store.ranking import Ranking
+from warmkv.kvstore.store.worth import Prefill, worth_of
 from warmkv.schema.identity import Identity
 from warmkv.schema.records import Anchor, AnchorKind, Attachment, Lineage, NamespaceKey, RecordId
 
@@ -29,7 +33,10 @@ class Cold(Enum):
     STORED = 3
 
 
+#: Only in memory yet, and on its way to disk: it waits for that before it may go.
+DIRTY = (Cold.QUEUED, Cold.WRITING)
 NOTHING_COVERED = Coverage(())
+DAY_S = 86400
 
 
 class Record:
@@ -39,19 +46,21 @@ class Record:
     ``extents`` are the rows a segment holds, one range a group of layers, ``complete`` whether those
     of layers that need every row are among them; ``fields`` those they were quantised with;
     ``provides`` what a state is good for. ``packed`` marks a segment made of others, which are on
-    disk instead of it. ``fd`` is the sealed memfd of the warm tier or -1; ``leases`` maps lease id
-    to its deadline."""
+    disk instead of it. ``prefill_us`` is how long its own rows took to compute, 0 where nobody said;
+    ``used_at_s`` the wall clock at its last use. ``fd`` is the sealed memfd of the warm tier or -1;
+    ``leases`` maps lease id to its deadline."""
 
     __slots__ = (
         "id", "namespace", "lineage", "start", "end", "complete", "extents", "fields", "provides", "packed", "parent", "children",
         "states", "node", "total_bytes", "payload_bytes", "created_ns", "writer", "fd", "cold", "cold_error", "cold_children",
-        "warm_children", "last_used", "hits", "pinned_until_ns", "leases", "promotion", "anchors", "gone",
+        "warm_children", "last_used", "hits", "pinned_until_ns", "prefill_us", "used_at_s", "leases", "promotion", "anchors",
+        "gone",
     )  # fmt: skip
 
     def __init__(
         self, id_: RecordId, namespace: Namespace, lineage: Lineage, start: int, end: int, total_bytes: int, payload_bytes: int,
         created_ns: int, writer: str, *, coverage: Coverage = NOTHING_COVERED, provides: Provides = Provides.NOTHING,
-        packed: bool = False,
+        packed: bool = False, prefill_us: int = 0,
     ) -> None:  # fmt: skip
         self.id = id_
         self.namespace = namespace
@@ -80,6 +89,8 @@ class Record:
         self.last_used = 0
         self.hits = 0
         self.pinned_until_ns = 0
+        self.prefill_us = prefill_us
+        self.used_at_s = 0
         self.leases: dict[int, float] = {}
         self.promotion: object | None = None
         self.anchors: dict[tuple[int, AnchorKind], Anchor] = {}
@@ -95,7 +106,9 @@ class Record:
 
 
 class Namespace:
-    """One model's state under one owner. Its trees are apart per lineage."""
+    """One model's state under one owner. Its trees are apart per lineage. ``warm_bytes`` and
+    ``cold_bytes`` are its containers in each tier; ``prefill`` sums what was said of how long its
+    rows took to compute."""
 
     def __init__(self, key: NamespaceKey, owner_uid: int, share: str, identity: Identity, created_ns: int) -> None:
         self.key = key
@@ -106,6 +119,9 @@ class Namespace:
         self.trees: dict[Lineage, RadixTree[Record]] = {}
         self.records: set[Record] = set()
         self.needs = needs_of_model(identity.layers)
+        self.warm_bytes = 0
+        self.cold_bytes = 0
+        self.prefill = Prefill()
 
 
 @dataclass(slots=True)
@@ -128,15 +144,50 @@ class Found:
 
 @dataclass
 class Index:
-    """**Threading:** hold ``changed`` around every call; it is notified when records change."""
+    """``warm_order`` and ``cold_order`` rank what each tier holds by ``policy``. ``tokens`` are the
+    ids its segments name, ``dirty_bytes`` those of records on their way to disk.
+
+    **Threading:** hold ``changed`` around every call; it is notified when records change."""
 
     changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
     namespaces: dict[NamespaceKey, Namespace] = field(default_factory=dict)
     records: dict[RecordId, Record] = field(default_factory=dict)
-    warm_order: OrderedDict[Record, None] = field(default_factory=OrderedDict)
-    cold_order: OrderedDict[Record, None] = field(default_factory=OrderedDict)
     touched: set[Record] = field(default_factory=set)
     counter: int = 0
+    policy: str = "lru"
+    clock: Clock = field(default_factory=Clock)
+    max_gap_s: int = DAY_S
+    tokens: int = 0
+    dirty_bytes: int = 0
+    prefill: Prefill = field(default_factory=Prefill)
+    warm_order: Ranking[Record] = field(init=False)
+    cold_order: Ranking[Record] = field(init=False)
+
+    def __post_init__(self) -> None:
+        worth = partial(worth_of, self.prefill)
+        self.warm_order = ranking(self.policy, worth)
+        self.cold_order = ranking(self.policy, worth)
+
+    def restore(self) -> None:
+        """Rank what a restart found on disk, worst first and a record before what it builds on, and go
+        on where its time stopped.
+
+        A clock that was set forward while nobody served must not make everything too old, nor one
+        that was set back keep it for ever: since its last use a store is older by what the clock says,
+        by ``max_gap_s`` at most and never by less than nothing."""
+        records = sorted(self.records.values(), key=lambda record: (record.last_used, -record.start))
+        self.counter = max(self.counter, max((record.last_used for record in records), default=0))
+        self.cold_order.restore(records)
+        last_s = max((record.used_at_s for record in records), default=0)
+        self.clock.not_before(last_s * NS)
+        now_s = self.clock.wall_s()
+        skipped_s = max(0, now_s - last_s - self.max_gap_s) if last_s else 0
+        for record in records:
+            if skipped_s and record.pinned_until_ns > last_s * NS:
+                record.pinned_until_ns = min(record.pinned_until_ns + skipped_s * NS, 2**63 - 1)
+            if skipped_s or not record.used_at_s:
+                record.used_at_s = record.used_at_s + skipped_s if record.used_at_s else now_s
+                self.touched.add(record)
 
     def path(
         self, key: NamespaceKey, lineage: Lineage, tokens: bytes, attachments: Sequence[Attachment],
@@ -168,16 +219,21 @@ class Index:
         groups = path.usable_by_layer() if detail else ()
         return Found(path, path.held(), usable, path.select(usable), anchors, groups)
 
-    def add(self, record: Record, parent: Record | None, tokens: bytes, attachments: Sequence[Attachment]) -> None:
+    def add(
+        self, record: Record, parent: Record | None, tokens: bytes, attachments: Sequence[Attachment], *, below: bool = False
+    ) -> None:  # fmt: skip
         """Enter a segment whose whole prefix is ``tokens`` with ``attachments``, or a state, for
-        which its parent's are enough."""
+        which its parent's are enough. ``below``: both are the segment's own, behind its parent's."""
         namespace = record.namespace
-        tree = namespace.trees.setdefault(record.lineage, RadixTree())
+        tree = namespace.trees.get(record.lineage)
+        if tree is None:
+            tree = namespace.trees[record.lineage] = RadixTree()
         if record.is_state:
             assert parent is not None and parent.node is not None
             tree.add_state(parent.node, record.end, record, trimmable=bool(record.provides & Provides.TRIMMABLE))
         else:
-            record.node = tree.insert(tokens, attachments, record.start, record)
+            above = parent.node if below and parent is not None else None
+            record.node = tree.insert(tokens, attachments, record.start, record, above)
         record.parent = parent
         if parent is not None:
             parent.children.add(record)
@@ -186,6 +242,10 @@ class Index:
         namespace.records.add(record)
         self.namespaces[namespace.key] = namespace
         self.records[record.id] = record
+        self.tokens += tokens_of(record)
+        if record.prefill_us:
+            namespace.prefill.note(record)
+            self.prefill.note(record)
 
     def adopt(self, heir: Record, record: Record) -> None:
         """Let what builds on ``record``, and its anchors, go over to a segment that holds all of
@@ -225,6 +285,7 @@ class Index:
             self.namespaces.pop(record.namespace.key, None)
         self.records.pop(record.id, None)
         self.touched.discard(record)
+        self.tokens -= tokens_of(record)
         record.gone = True
 
     def subtree(self, record: Record) -> list[Record]:
@@ -241,6 +302,7 @@ class Index:
         after what builds on it, so that a leaf always comes first, then states where the path
         branches, then those asked for."""
         self.counter += 1
+        now_s = self.clock.wall_s()
         asked = list(dict.fromkeys(records))
         states = [record for record in asked if record.is_state]
         segments: set[Record] = set()
@@ -250,19 +312,20 @@ class Index:
                 segments.add(link)
                 link = link.parent
         segments.update(item for record in asked if record.packed for item in _beneath(record))
-        shared = [state for link in segments for state in link.states if self._branches(state)]
-        ordered = sorted(segments, key=lambda record: (-record.end, -record.start))
-        for record in dict.fromkeys([*ordered, *(item for item in shared if item not in states), *states]):
+        shared = [state for link in segments for state in link.states if self.branches(state)]
+        # What builds on a record begins behind its start, and may end before its end.
+        ordered = sorted(segments, key=lambda record: (-record.start, -record.end))
+        last = list(dict.fromkeys([*(item for item in shared if item not in states), *states]))
+        for record in [*ordered, *last]:
             record.last_used = self.counter
+            record.used_at_s = now_s
             record.hits += hit
             self.touched.add(record)
-            if record in self.warm_order:
-                self.warm_order.move_to_end(record)
-            if record in self.cold_order:
-                self.cold_order.move_to_end(record)
+        for order in (self.warm_order, self.cold_order):
+            _use(order, ordered, last)
 
     @staticmethod
-    def _branches(state: Record) -> bool:
+    def branches(state: Record) -> bool:
         """Whether prompts part where this state lies."""
         node = state.parent.node if state.parent else None
         while node is not None and node.start >= state.end:
@@ -280,24 +343,29 @@ class Index:
 
     def set_warm(self, record: Record, fd: int) -> None:
         """Enter or, with -1, leave the warm tier; keeps child counts and order."""
-        if (fd >= 0) != record.warm and record.parent is not None:
-            record.parent.warm_children += 1 if fd >= 0 else -1
+        if (fd >= 0) != record.warm:
+            step = 1 if fd >= 0 else -1
+            record.namespace.warm_bytes += step * record.total_bytes
+            if record.parent is not None:
+                record.parent.warm_children += step
         record.fd = fd
         if fd >= 0:
-            self.warm_order[record] = None
+            self.warm_order.use(record)
         else:
-            self.warm_order.pop(record, None)
+            self.warm_order.leave(record)
 
     def set_cold(self, record: Record, state: Cold) -> None:
         """Change where a record stands with the cold tier; queued ones count as children, so
         that nothing they build on is evicted before they are written."""
         if (state != Cold.ABSENT) != (record.cold != Cold.ABSENT) and record.parent is not None:
             record.parent.cold_children += 1 if state != Cold.ABSENT else -1
+        self.dirty_bytes += record.total_bytes * ((state in DIRTY) - (record.cold in DIRTY))
+        record.namespace.cold_bytes += record.total_bytes * ((state == Cold.STORED) - (record.cold == Cold.STORED))
         record.cold = state
-        if state == Cold.STORED:
-            self.cold_order[record] = None
+        if state != Cold.STORED:
+            self.cold_order.leave(record)
         else:
-            self.cold_order.pop(record, None)
+            self.cold_order.use(record)
 
     def all_nodes(self) -> Iterator[Node[Record]]:
         for namespace in self.namespaces.values():
@@ -307,6 +375,23 @@ class Index:
                     node = pending.pop()
                     yield node
                     pending.extend(node.children.values())
+
+
+def _use(order: Ranking[Record], ordered: Iterable[Record], states: Iterable[Record]) -> None:
+    """Rank what an order has of a path, leaves first. None goes before what builds on it anyway: no
+    segment ranks below that, or plans would read past all that only wait for their leaves."""
+    least = max((order.use(state) for state in states if state in order), default=0.0)
+    for record in ordered:
+        if record in order:
+            least = order.use(record, least)
+    for state in states:
+        if state in order:
+            order.use(state)
+
+
+def tokens_of(record: Record) -> int:
+    """Token ids the index keeps for a record: a packed one, and a state, add none."""
+    return 0 if record.packed or record.is_state else record.end - record.start
 
 
 def _beneath(packed: Record) -> Iterator[Record]:

@@ -11,12 +11,14 @@ import logging
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 
 from warmkv.kvstore.store.cold import TRANSACTION_BYTES, ColdTier, WriteItem, stored_bytes
+from warmkv.kvstore.store.faults import NO_FAULTS, Faults
 from warmkv.kvstore.store.index import Cold, Index, Record
-from warmkv.kvstore.store.policy import Candidate, plan_eviction
+from warmkv.kvstore.store.policy import Candidate, plan_above_floors
 from warmkv.kvstore.store.warm import WarmTier
 from warmkv.schema.errors import Busy, ClosedError, ColdFull, WarmKVError
 from warmkv.schema.lmdb_records import NamespaceRecord, Usage
@@ -30,11 +32,20 @@ class WriteBehind:
     """**Threading:** `enqueue`, `wait_durable` and `discard` want the index lock held."""
 
     def __init__(
-        self, index: Index, warm: WarmTier, cold: ColdTier, usage_interval_s: float, *, wall_ns: Callable[[], int] = time.time_ns
-    ) -> None:
+        self, index: Index, warm: WarmTier, cold: ColdTier, usage_interval_s: float, *,
+        wall_ns: Callable[[], int] = time.time_ns, uid_share: float = 1.0, floor_bytes: int = 0, faults: Faults = NO_FAULTS,
+    ) -> None:  # fmt: skip
         self.evictions = 0
         self.failures = 0
-        self.cold_bytes = sum(stored_bytes(r.total_bytes, r.payload_bytes) for r in index.cold_order)
+        self.cold_bytes = 0
+        self.user_bytes: Counter[int] = Counter()
+        #: A budget below that with which the tier was opened, set while it serves.
+        self.lowered_bytes: int | None = None
+        self._uid_share = uid_share
+        self._floor_bytes = floor_bytes
+        self._faults = faults
+        for record in index.cold_order:
+            self._count(record)
         cold.keep_room_for(self.cold_bytes)
         self._index = index
         self._warm = warm
@@ -59,6 +70,11 @@ class WriteBehind:
     def start(self) -> None:
         self._thread.start()
 
+    def problem(self) -> str:
+        """A health check: whether the thread is there; nothing starts it anew."""
+        dead = self._thread.ident is not None and not self._thread.is_alive() and not self._stopping
+        return "the thread that writes to the disk died" if dead else ""
+
     def stop(self) -> None:
         """Write what is queued, once more what failed, carry usage over, end the thread. The
         lock must not be held."""
@@ -69,6 +85,13 @@ class WriteBehind:
             self._index.changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
+        self._faults.reached("stop.flushed")
+
+    @property
+    def limit_bytes(self) -> int:
+        """What may be stored now."""
+        budget_bytes = self._cold.budget_bytes
+        return budget_bytes if self.lowered_bytes is None else min(self.lowered_bytes, budget_bytes)
 
     def enqueue(self, record: Record) -> None:
         """Queue the record and whatever it builds on that is in the warm tier only."""
@@ -87,10 +110,29 @@ class WriteBehind:
         if self._undeleted:
             self._deletions, self._undeleted = self._undeleted + self._deletions, []
         if record.cold == Cold.STORED:
-            self.cold_bytes -= stored_bytes(record.total_bytes, record.payload_bytes)
+            self._count(record, -1)
             self._deletions.append(record.id)
         self._index.set_cold(record, Cold.ABSENT)
         self._index.changed.notify_all()
+
+    def trim(self, excess_bytes: int, *, dry_run: bool = False) -> list[Record]:
+        """Let the worst go from the disk until ``excess_bytes`` are free, or all that can, lock held;
+        what went, or would. The bytes are gone after the thread's next round, see `flush`."""
+        victims = self._plan(excess_bytes, None, partly=True) or []
+        if not dry_run:
+            self.evict_all(victims)
+        return victims
+
+    def evict_all(self, victims: Sequence[Record]) -> None:
+        """Let the victims of a plan go; lock held."""
+        self._deletions += self._let_go(victims)
+        self._index.changed.notify_all()
+
+    def keeps(self, record: Record) -> bool:
+        """Whether a stored record must stay: without this copy it would be gone, not while somebody
+        wants it, nor from under children that leave the disk only and stay in the warm tier."""
+        last = not record.warm and (record.warm_children > 0 or self._warm.leased(record))
+        return last or record.promotion is not None or record.pinned_until_ns > self._wall_ns()
 
     def carry_usage(self, timeout_s: float) -> None:
         """Commit anchors and usage now instead of with the next batch. Raises Busy, ColdFull,
@@ -213,35 +255,70 @@ class WriteBehind:
     def _make_room(self, batch: list[Record]) -> list[RecordId]:
         """Plan and enter cold evictions for a batch; lock held. Batch records that cannot fit
         fail and leave the batch."""
-        wanted = sum(stored_bytes(record.total_bytes, record.payload_bytes) for record in batch)
-        victims = plan_eviction(self._candidates(), self.cold_bytes + wanted - self._cold.budget_bytes)
-        if victims is None and len(batch) > 1:
-            for record in reversed(batch[1:]):
-                self._index.set_cold(record, Cold.QUEUED)
-                self._queue.appendleft(record)
-            del batch[1:]
-            return self._make_room(batch)
-        if victims is None:
-            if batch:
-                self._fail(batch.pop(), f"{wanted} bytes do not fit the cold budget of {self._cold.budget_bytes} bytes")
-            return []
+        doomed: list[RecordId] = []
+        while True:
+            victims = self._victims(batch)
+            if victims:
+                doomed += self._let_go(victims)
+            elif victims is not None or not batch:
+                return doomed
+            elif len(batch) > 1:
+                for record in reversed(batch[1:]):
+                    self._index.set_cold(record, Cold.QUEUED)
+                    self._queue.appendleft(record)
+                del batch[1:]
+            else:
+                alone = batch.pop()
+                self._fail(alone, self._no_room_for(alone))
+
+    def _victims(self, batch: Sequence[Record]) -> list[Record] | None:
+        """What must go next so that a batch fits, of those first who have more than their share;
+        nothing once it does, None where it cannot."""
+        wanted: Counter[int] = Counter()
+        for record in batch:
+            wanted[record.namespace.owner_uid] += stored_bytes(record.total_bytes, record.payload_bytes)
+        for uid, more_bytes in wanted.items() if self._uid_share < 1 else ():
+            excess = self.user_bytes[uid] + more_bytes - int(self.limit_bytes * self._uid_share)
+            if excess > 0:
+                return self._plan(excess, uid)
+        return self._plan(self.cold_bytes + wanted.total() - self.limit_bytes, None)
+
+    def _no_room_for(self, record: Record) -> str:
+        wanted, share = stored_bytes(record.total_bytes, record.payload_bytes), int(self.limit_bytes * self._uid_share)
+        held = self.user_bytes[record.namespace.owner_uid]
+        if held + wanted > share and self._uid_share < 1:
+            return f"{wanted} bytes do not fit beside {held} of the {share} bytes one user may hold of the cold budget"
+        return f"{wanted} bytes do not fit the cold budget of {self.limit_bytes} bytes"
+
+    def _plan(self, excess_bytes: int, uid: int | None, *, partly: bool = False) -> list[Record] | None:
+        spare: dict[Hashable, int] | None = None
+        if self._floor_bytes:
+            spare = {item: item.cold_bytes - self._floor_bytes for item in self._index.namespaces.values()}
+        return plan_above_floors(partial(self._candidates, uid), excess_bytes, spare, partial=partly)
+
+    def _let_go(self, victims: Sequence[Record]) -> list[RecordId]:
         for record in victims:
-            self.cold_bytes -= stored_bytes(record.total_bytes, record.payload_bytes)
+            self._index.cold_order.age(record)
+            self._count(record, -1)
             self._index.set_cold(record, Cold.ABSENT)
             self.evictions += 1
             if not record.warm:
                 self._index.drop(record)
+            self._faults.reached("evict.cold")
         return [record.id for record in victims]
 
-    def _candidates(self) -> Iterator[Candidate[Record]]:
-        now_ns = self._wall_ns()
-        for record in self._index.cold_order:
-            # Without this copy the record would be gone: not while somebody wants it, nor from
-            # under children that leave the disk only and stay in the warm tier.
-            last = not record.warm and (record.warm_children > 0 or self._warm.leased(record))
-            keep = last or record.promotion is not None or record.pinned_until_ns > now_ns
+    def _count(self, record: Record, step: int = 1) -> None:
+        total_bytes = step * stored_bytes(record.total_bytes, record.payload_bytes)
+        self.cold_bytes += total_bytes
+        self.user_bytes[record.namespace.owner_uid] += total_bytes
+
+    def _candidates(self, uid: int | None) -> Iterator[Candidate[Record]]:
+        """What may go, worst first; with ``uid``, of that user."""
+        for record in self._index.cold_order.worst_first():
+            keep = (uid is not None and record.namespace.owner_uid != uid) or self.keeps(record)
             children = record.cold_children if record.warm else len(record.children)
-            yield Candidate(record, record.parent, stored_bytes(record.total_bytes, record.payload_bytes), children, keep)
+            size = stored_bytes(record.total_bytes, record.payload_bytes)
+            yield Candidate(record, record.parent, size, children, keep, record.namespace)
 
     def _write(self, batch: list[Record]) -> None:
         items: list[WriteItem] = []
@@ -270,7 +347,7 @@ class WriteBehind:
                     self._deletions.append(record.id)
                 else:
                     self._index.set_cold(record, Cold.STORED)
-                    self.cold_bytes += stored_bytes(record.total_bytes, record.payload_bytes)
+                    self._count(record)
             if not error:
                 self._restore_order(batch)
             self._index.changed.notify_all()
@@ -282,16 +359,16 @@ class WriteBehind:
                 continue
             for link in reversed(self._index.chain_of(record)):
                 if link in self._index.cold_order:
-                    self._index.cold_order.move_to_end(link)
+                    self._index.cold_order.use(link)
 
     def _item(self, record: Record) -> WriteItem:
         namespace = record.namespace
         about = NamespaceRecord(namespace.owner_uid, namespace.share, namespace.identity, namespace.created_ns)
         fd = fcntl.fcntl(record.fd, fcntl.F_DUPFD_CLOEXEC, 0)
-        usage = Usage(record.last_used, record.hits, record.pinned_until_ns)
         return WriteItem(
-            record.id, record.is_state, namespace.key, about, fd, record.total_bytes, usage, tuple(record.anchors.values())
-        )
+            record.id, record.is_state, namespace.key, about, fd, record.total_bytes, _usage(record),
+            tuple(record.anchors.values()),
+        )  # fmt: skip
 
     def _fail(self, record: Record, reason: str) -> None:
         if record.gone:
@@ -307,9 +384,7 @@ class WriteBehind:
         """Write usage and anchors of what was touched; the error, if it failed."""
         with self._index.changed:
             stored = [record for record in self._index.touched if record.cold == Cold.STORED]
-            rows = [
-                (r.id, Usage(r.last_used, r.hits, r.pinned_until_ns), tuple(r.anchors.values())) for r in stored
-            ]  # fmt: skip
+            rows = [(record.id, _usage(record), tuple(record.anchors.values())) for record in stored]
             self._index.touched.clear()
             counter = self._index.counter
         try:
@@ -322,3 +397,7 @@ class WriteBehind:
                 self._index.touched.update(record for record in stored if not record.gone)
             return str(exc)
         return ""
+
+
+def _usage(record: Record) -> Usage:
+    return Usage(record.last_used, record.hits, record.pinned_until_ns, record.prefill_us, record.used_at_s)

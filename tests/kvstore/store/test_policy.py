@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from warmkv.kvstore.store.policy import Candidate, plan_eviction
+from warmkv.kvstore.store.policy import Candidate, overfull, plan_above_floors, plan_eviction
 
 
 def forest(rng: random.Random, count: int) -> list[Candidate[int]]:
@@ -74,3 +74,59 @@ def test_order_is_read_no_further_than_needed() -> None:
 
     assert plan_eviction(order(), 5) == ["a"]
     assert plan_eviction(order(), 0) == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_partial_plan_is_all_that_can_go(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(200):
+        candidates = forest(rng, rng.randint(0, 12))
+        assert set(plan_eviction(iter(candidates), 10**9, partial=True) or ()) == evictable(candidates)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_plan_takes_the_worst_that_has_nothing_below_it(seed: int) -> None:
+    """Brute force: as long as too little is free, of all leaves that may go the first in the order goes."""
+    rng = random.Random(seed)
+    for _ in range(300):
+        candidates = forest(rng, rng.randint(1, 12))
+        needed = rng.randint(1, 30)
+        left, freed, expected, front = list(candidates), 0, [], 0
+        while freed < needed:
+            # Among what the plan has read so far; it reads on only where nothing of that can go.
+            ready = [
+                at for at, item in enumerate(left[:front]) if not item.keep and not any(o.parent == item.key for o in left)
+            ]  # fmt: skip
+            if not ready:
+                if front >= len(left):
+                    break
+                front += 1
+                continue
+            victim = left.pop(ready[0])
+            front -= 1
+            expected.append(victim.key)
+            freed += victim.total_bytes
+        assert plan_eviction(iter(candidates), needed, partial=True) == expected
+
+
+def test_nobody_is_brought_below_its_floor_while_others_have_more() -> None:
+    order = [Candidate(name, None, 4, 0, False, name[0]) for name in ("a1", "a2", "a3", "b1", "b2")]
+    assert plan_above_floors(lambda: order, 8, {"a": 4, "b": 8}) == ["a1", "b1"]
+    assert plan_above_floors(lambda: order, 12, {"a": 4, "b": 8}) == ["a1", "b1", "b2"]
+    # All are at their floors: then the order alone decides.
+    assert plan_above_floors(lambda: order, 8, {"a": 0, "b": 0}) == ["a1", "a2"]
+    assert plan_above_floors(lambda: order, 8, None) == ["a1", "a2"]
+
+
+def test_watermarks_have_hysteresis() -> None:
+    used, seen = 0, []
+    for _ in range(30):
+        used += 7
+        freed = overfull(used, 100, 0.9, 0.6)
+        used -= freed
+        seen.append(freed)
+    assert used <= 90
+    for freed in seen:
+        assert freed == 0 or freed > 30, "between the marks nothing goes, above the high one all down to the low one"
+    assert overfull(90, 100, 0.9, 0.6) == 0 and overfull(91, 100, 0.9, 0.6) == 31
+    assert overfull(5, 0, 0.9, 0.6) == 5
