@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from warmkv.kvstore.needs import Provides
 from warmkv.kvstore.store.cold import stored_bytes
 from warmkv.kvstore.store.index import Cold, Index, Record
+from warmkv.schema.errors import WarmKVError
 
 if TYPE_CHECKING:
     from warmkv.kvstore.store.engine import Engine
@@ -19,11 +20,12 @@ def check(engine: Engine) -> list[str]:
         problems = check_index(engine.index)
         ledger = engine.warm.ledger
         warm = [record for record in engine.index.records.values() if record.warm]
-        if ledger.resident_bytes != sum(record.total_bytes for record in warm):
-            problems.append(f"resident bytes are {ledger.resident_bytes}, records sum to {sum(r.total_bytes for r in warm)}")
+        held = sum(ledger.paged(record.total_bytes) for record in warm)
+        if ledger.resident_bytes != held:
+            problems.append(f"resident bytes are {ledger.resident_bytes}, the pages of records sum to {held}")
         if ledger.resident_entries != len(warm):
             problems.append(f"resident entries are {ledger.resident_entries}, there are {len(warm)}")
-        if ledger.used_bytes > ledger.budget_bytes or ledger.peak_bytes > ledger.budget_bytes:
+        if max(ledger.used_bytes, ledger.peak_bytes) > max(ledger.budget_bytes, ledger.settling_bytes):
             problems.append(f"warm budget {ledger.budget_bytes} exceeded: {ledger.used_bytes} used, peak {ledger.peak_bytes}")
         if min(ledger.reserved_bytes, ledger.promoting_bytes, ledger.leased_bytes, ledger.lent_bytes) < 0:
             problems.append(f"an account is negative: {ledger}")
@@ -35,7 +37,23 @@ def check(engine: Engine) -> list[str]:
             total = sum(stored_bytes(record.total_bytes, record.payload_bytes) for record in cold)
             if total != engine.writer.cold_bytes:
                 problems.append(f"cold bytes are {engine.writer.cold_bytes}, records sum to {total}")
-    return problems
+    return problems + _check_cold(engine)
+
+
+def _check_cold(engine: Engine) -> list[str]:
+    """Whether the disk has what the index says, under the lock before and after only: others go on."""
+    if engine.cold is None or not engine.serving:
+        return []
+    with engine.index.changed:
+        before = [record for record in engine.index.records.values() if record.cold == Cold.STORED]
+    try:
+        heads, summaries = engine.cold.stored_ids()
+    except WarmKVError as exc:
+        return [f"the tables on disk cannot be read: {exc}"]
+    with engine.index.changed:
+        stored = [record.id for record in before if record.cold == Cold.STORED and not record.gone]
+    problems = [f"{id_.hex()} is not on disk" for id_ in stored if id_ not in heads]
+    return problems + [f"{id_.hex()} has a summary on disk and no head" for id_ in sorted(summaries - heads)]
 
 
 def check_index(index: Index) -> list[str]:

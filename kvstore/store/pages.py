@@ -10,7 +10,12 @@ from __future__ import annotations
 
 import mmap
 import struct
+from itertools import count
 from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from warmkv.schema.errors import FormatError
 
@@ -19,13 +24,16 @@ _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _META, _META_END = struct.Struct("<IIQQ"), struct.Struct("<QQ")
 #: Page size, flags, depth, branch, leaf and overflow pages, entries, root.
 _TABLE = struct.Struct("<IHHQQQQQ")
-#: Page number, padding, flags, end of the node pointers, begin of the nodes.
-_PAGE = struct.Struct("<QHHHH")
-_NODE = struct.Struct("<HHHH")
+#: A page begins with its number, padding, flags, end of the node pointers, begin of the nodes; a
+#: node with three words (size and flags, or a page) and the bytes of its key.
+_PAGE_BYTES, _NODE_BYTES = 16, 8
 _META_AT, _TABLES_AT, _END_AT = 16, 40, 136
 _BRANCH, _LEAF, _OVERFLOW, _KINDS = 1, 2, 4, 15
 _BIG_VALUE, _SUBTABLE = 1, 2
 _EMPTY = 2**64 - 1
+#: Pages whose nodes are looked at together: what that takes of memory is a few MiB.
+SLICE = 4096
+Numbers: TypeAlias = npt.NDArray[np.int64]
 
 
 def check_pages(path: Path) -> None:
@@ -36,8 +44,8 @@ def check_pages(path: Path) -> None:
     with open(path, "rb") as file:
         if file.seek(0, 2) < _END_AT + _META_END.size:
             return
-        with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
-            _check(data)
+        # Not closed: that is refused as long as an array shows it. It goes with the last of them.
+        _check(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
 
 
 def _check(data: mmap.mmap) -> None:
@@ -55,56 +63,81 @@ def _check(data: mmap.mmap) -> None:
 
 
 class _Pages:
+    """All of a level of a table at once: page numbers and places of nodes are arrays."""
+
     def __init__(self, data: mmap.mmap, page_bytes: int, last: int) -> None:
         self._data = data
         self._page_bytes = page_bytes
         self._end = min(last + 1, len(data) // page_bytes)
-        self._seen: set[int] = set()
+        self._bytes = np.frombuffer(data, np.uint8, self._end * page_bytes)
+        self._words = self._bytes.view("<u2").reshape(self._end, page_bytes // 2)
+        self._seen = np.zeros(self._end, np.bool_)
 
     def follow(self, table_at: int) -> None:
         """Check all pages of the table whose description lies at ``table_at``."""
         depth, root = _TABLE.unpack_from(self._data, table_at)[2::5]
-        pending = [(root, 1)] if root != _EMPTY else []
-        while pending:
-            page, level = pending.pop()
+        if root == _EMPTY:
+            return
+        pages = np.array([root if root < 2**63 else -1], np.int64)
+        for level in count(1):
             kind = _LEAF if level == depth else _BRANCH
-            for node_at in self._nodes(page, kind):
-                if kind == _BRANCH:
-                    low, middle, high, _ = _NODE.unpack_from(self._data, node_at)
-                    pending.append((low | middle << 16 | high << 32, level + 1))
-                else:
-                    self._value(page, node_at)
+            below = [self._level(pages[at : at + SLICE], kind) for at in range(0, len(pages), SLICE)]
+            if kind == _LEAF:
+                return
+            pages = np.concatenate(below)
 
-    def _nodes(self, page: int, kind: int) -> list[int]:
-        """Where the nodes of a page lie in the file."""
-        self._enter(page, kind, 1)
-        at = page * self._page_bytes
-        lower, upper = _PAGE.unpack_from(self._data, at)[3:]
-        count = (lower - _PAGE.size) // 2
-        if count < 1 or not lower <= upper <= self._page_bytes:
-            raise FormatError(f"page {page} holds {count} nodes from {upper} on")
-        offsets = struct.unpack_from(f"<{count}H", self._data, at + _PAGE.size)
-        if min(offsets) < upper or max(offsets) + _NODE.size > self._page_bytes:
-            raise FormatError(f"page {page} has nodes outside of it")
-        return [at + offset for offset in offsets]
+    def _level(self, pages: Numbers, kind: int) -> Numbers:
+        """Check pages of one kind and their nodes; of branches, the pages below."""
+        heads = self._enter(pages, kind)
+        lower, upper = heads[:, 6], heads[:, 7]
+        counts = (lower - _PAGE_BYTES) // 2
+        wrong = (counts < 1) | (lower > upper) | (upper > self._page_bytes)
+        self._refuse(pages, wrong, "has no nodes, or says they lie outside of it")
+        owner = np.repeat(np.arange(len(pages)), counts)
+        turn = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        holders = pages[owner]
+        offsets = self._words[holders, _PAGE_BYTES // 2 + turn].astype(np.int64)
+        wrong = (offsets < upper[owner]) | (offsets + _NODE_BYTES > self._page_bytes) | (offsets % 2 != 0)
+        self._refuse(holders, wrong, "has nodes outside of it")
+        nodes = self._words[holders[:, None], (offsets // 2)[:, None] + np.arange(4)].astype(np.int64)
+        if kind == _BRANCH:
+            return np.asarray(nodes[:, 0] | nodes[:, 1] << 16 | nodes[:, 2] << 32)
+        self._values(holders, offsets, nodes)
+        return pages[:0]
 
-    def _value(self, page: int, node_at: int) -> None:
-        low, high, flags, key_bytes = _NODE.unpack_from(self._data, node_at)
-        size, value_at = low | high << 16, node_at + _NODE.size + key_bytes
-        if value_at + (8 if flags & _BIG_VALUE else size) > (page + 1) * self._page_bytes:
-            raise FormatError(f"page {page} has a value that leaves it")
-        if flags & _BIG_VALUE:
-            first = int.from_bytes(self._data[value_at : value_at + 8], "little")
-            self._enter(first, _OVERFLOW, -(-(size + _PAGE.size) // self._page_bytes))
-        elif flags & _SUBTABLE:
-            self.follow(value_at)
+    def _values(self, holders: Numbers, offsets: Numbers, nodes: Numbers) -> None:
+        sizes, flags = nodes[:, 0] | nodes[:, 1] << 16, nodes[:, 2]
+        starts, big = offsets + _NODE_BYTES + nodes[:, 3], (flags & _BIG_VALUE) != 0
+        self._refuse(holders, starts + np.where(big, 8, sizes) > self._page_bytes, "has a value that leaves it")
+        at = holders * self._page_bytes + starts
+        numbers = self._bytes[at[big][:, None] + np.arange(8)].view("<u8")[:, 0]
+        first = np.where(numbers < 2**63, numbers, 0).astype(np.int64)
+        for piece in range(0, len(first), SLICE):
+            self._overflow(first[piece : piece + SLICE], sizes[big][piece : piece + SLICE])
+        for node in np.flatnonzero(((flags & _SUBTABLE) != 0) & ~big):
+            if sizes[node] < _TABLE.size:
+                raise FormatError(f"page {holders[node]} describes a table in {sizes[node]} bytes")
+            self.follow(int(at[node]))
 
-    def _enter(self, page: int, kind: int, count: int) -> None:
-        if not 2 <= page <= self._end - count:
-            raise FormatError(f"page {page} lies beyond the end of the file")
-        number, _, flags, low, high = _PAGE.unpack_from(self._data, page * self._page_bytes)
-        if kind == _OVERFLOW and not count <= low | high << 16 <= self._end - page:
-            raise FormatError(f"page {page} claims {low | high << 16} pages for a value of {count}")
-        if number != page or flags & _KINDS != kind or page in self._seen:
-            raise FormatError(f"page {page} calls itself {number} with flags {flags:#x}, or is used twice")
-        self._seen.add(page)
+    def _overflow(self, pages: Numbers, sizes: Numbers) -> None:
+        needed = -(-(sizes + _PAGE_BYTES) // self._page_bytes)
+        heads = self._enter(pages, _OVERFLOW, needed)
+        claimed = heads[:, 6] | heads[:, 7] << 16
+        self._refuse(pages, (claimed < needed) | (claimed > self._end - pages), "claims other pages than its value needs")
+
+    def _enter(self, pages: Numbers, kind: int, needed: Numbers | int = 1) -> Numbers:
+        """The first words of these pages, each of which is there, of the kind, and nobody else's."""
+        self._refuse(pages, (pages < 2) | (pages > self._end - needed), "lies beyond the end of the file")
+        heads = self._words[pages, : _PAGE_BYTES // 2].astype(np.int64)
+        numbers = heads[:, 0] | heads[:, 1] << 16 | heads[:, 2] << 32
+        wrong = (numbers != pages) | (heads[:, 3] != 0) | (heads[:, 5] & _KINDS != kind) | self._seen[pages]
+        self._refuse(pages, wrong, "is of another kind than it should be, or used twice")
+        self._seen[pages] = True
+        if len(np.unique(pages)) != len(pages):
+            raise FormatError("a page is used twice")
+        return heads
+
+    @staticmethod
+    def _refuse(pages: Numbers, wrong: npt.NDArray[np.bool_], why: str) -> None:
+        if wrong.any():
+            raise FormatError(f"page {pages[int(np.argmax(wrong))]} {why}")

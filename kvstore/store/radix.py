@@ -85,10 +85,11 @@ class RadixTree(Generic[R]):
         self.root: Node[R] = Node(None, b"", 0, b"", None)
         self.nodes = 0
 
-    def walk(self, tokens: bytes, attachments: Sequence[Attachment] = ()) -> Walk[R]:
-        """Follow ``tokens`` as far as stored ones agree. O(length compared + nodes passed)."""
+    def walk(self, tokens: bytes, attachments: Sequence[Attachment] = (), top: Node[R] | None = None) -> Walk[R]:
+        """Follow ``tokens`` from ``top`` (the root) on as far as stored ones agree; positions, also of
+        ``attachments``, count from the end of ``top``. O(length compared + nodes passed)."""
         path: list[Node[R]] = []
-        node, at, end = self.root, 0, len(tokens)
+        node, at, end = top or self.root, 0, len(tokens)
         pending = list(reversed(attachments))
         while at < end:
             child = node.only
@@ -113,13 +114,30 @@ class RadixTree(Generic[R]):
             node, at = child, stop
         return Walk(tuple(path), at // WIDTH, None)
 
-    def insert(self, tokens: bytes, attachments: Sequence[Attachment], start: int, record: R) -> Node[R]:
+    def insert(
+        self, tokens: bytes, attachments: Sequence[Attachment], start: int, record: R, above: Node[R] | None = None
+    ) -> Node[R]:  # fmt: skip
         """Add ``record`` for rows [start, end) of the whole prefix ``tokens``, whose first
-        ``start`` tokens must be there already; the node that ends where the record does."""
-        walk = self.walk(tokens, attachments)
-        node = walk.nodes[-1] if walk.nodes else self.root
-        if node.start < walk.matched < node.end:
-            node = self._split(node, walk.matched)
+        ``start`` tokens must be there already; the node that ends where the record does. With
+        ``above``, a node on the path that reaches ``start``, tokens and attachments are those from
+        ``start`` on, and the path above is not walked again."""
+        top, base = self.root, 0
+        if above is not None and above.end == start:
+            top, base = above, start
+            if not attachments and tokens[:WIDTH] not in above.children:
+                return self._sprout(above, tokens, record)
+        elif above is not None:
+            holder = self.node_at(above, start)
+            assert holder.parent is not None
+            top, base = holder.parent, holder.start
+            tokens = holder.edge[: (start - base) * WIDTH] + tokens
+            attachments = [*([holder.attachment] if holder.attachment else ()), *attachments]
+        if base and attachments:
+            attachments = [Attachment(item.start - base, item.length, item.digest) for item in attachments]
+        walk = self.walk(tokens, attachments, top)
+        node = walk.nodes[-1] if walk.nodes else top
+        if node.start < base + walk.matched < node.end:
+            node = self._split(node, base + walk.matched)
         at = walk.matched
         ordered = deque(item for item in attachments if item.start >= at)
         end = len(tokens) // WIDTH
@@ -127,12 +145,21 @@ class RadixTree(Generic[R]):
             here = ordered.popleft() if ordered and ordered[0].start == at else None
             stop = ordered[0].start if ordered else end
             edge = tokens[at * WIDTH : stop * WIDTH]
-            child = Node(node, key_of(edge[:WIDTH], here), at, edge, here)
+            kept = Attachment(here.start + base, here.length, here.digest) if here is not None and base else here
+            child = Node(node, key_of(edge[:WIDTH], here), base + at, edge, kept)
             child.hang()
             self.nodes += 1
             node, at = child, stop
         self._attach(node, start, record)
         return node
+
+    def _sprout(self, above: Node[R], edge: bytes, record: R) -> Node[R]:
+        """A record whose rows are one new node."""
+        child = Node(above, edge[:WIDTH], above.end, edge, None)
+        child.hang()
+        child.records = (record,)
+        self.nodes += 1
+        return child
 
     def _attach(self, bottom: Node[R], start: int, record: R) -> None:
         node = bottom

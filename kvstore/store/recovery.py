@@ -6,20 +6,21 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from warmkv.kvstore.geometry import Coverage, segment_coverage, state_provides
+from warmkv.kvstore.geometry import Coverage
 from warmkv.kvstore.needs import Provides
 from warmkv.kvstore.store.cold import ColdRecord, ColdTier
+from warmkv.kvstore.store.cold_records import Restart
 from warmkv.kvstore.store.index import Cold, Index, Namespace, Record
-from warmkv.schema.errors import ColdFull, WarmKVError
-from warmkv.schema.records import ROOT, Attachment, RecordId
-from warmkv.schema.segment import SegmentHeader
+from warmkv.kvstore.store.long_lived import long_lived
+from warmkv.schema.errors import ColdFull
+from warmkv.schema.records import ROOT, Attachment, Lineage, NamespaceKey, RecordId
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Found:
-    """What the index needs of a record on disk. ``tokens`` are those of a segment."""
+    """What the index needs of a record on disk. ``tokens`` and ``attachments`` are a segment's own."""
 
     record: Record
     parent: RecordId
@@ -29,61 +30,85 @@ class _Found:
 
 def load_index(index: Index, cold: ColdTier) -> int:
     """Fill an empty index; the number of records removed because they were not whole, had lost
-    what they build on, or were left by a write that never finished."""
+    what they build on, or were left by a write that never finished. Raises CorruptStore."""
+    with long_lived():
+        return _load(index, cold)
+
+
+def _load(index: Index, cold: ColdTier) -> int:
     namespaces = {
         key: Namespace(key, record.owner_uid, record.share, record.identity, record.created_ns)
         for key, record in cold.namespaces()
     }
     found: dict[RecordId, _Found] = {}
-    unfit: list[RecordId] = []
-
-    def take(item: ColdRecord) -> None:
-        header = item.head.header
-        try:
-            found[header.id] = _read(namespaces[header.namespace], item)
-        except (WarmKVError, KeyError) as exc:
-            log.warning("record %s on disk does not fit: %s", header.id.hex(), exc)
-            unfit.append(header.id)
-
-    bad = cold.records(take) + unfit
+    reader = _Reader(namespaces, found)
+    restart = cold.records({key: namespace.identity for key, namespace in namespaces.items()}, reader.take)
+    bad = sorted(restart.bad)
+    for id_ in bad:
+        found.pop(id_, None)
     with index.changed:
         index.counter = cold.counter()
         for item in _ordered(found):
             if not _add(index, item):
                 bad.append(item.record.id)
-        index.counter = max(index.counter, max((r.last_used for r in index.records.values()), default=0))
-        # Worst first; a record comes before what it builds on.
-        for record in sorted(index.records.values(), key=lambda r: (r.last_used, -r.start)):
-            index.cold_order.move_to_end(record)
+        index.restore()
     if bad:
         log.warning("swept %d unusable records from the store", len(bad))
     empty = [key for key, namespace in namespaces.items() if not namespace.records]
-    if bad or empty:
-        try:
-            cold.sweep([RecordId(id_) for id_ in bad], empty)
-        except ColdFull as exc:
-            log.error("the sweep is left to the next start: %s", exc)
+    _tidy(cold, bad, empty, restart)
     return len(bad)
 
 
-def _read(namespace: Namespace, item: ColdRecord) -> _Found:
-    """Raises FormatError for a record that does not fit its model."""
-    header = item.head.header
-    coverage, provides, tokens = Coverage(()), Provides.NOTHING, b""
-    if isinstance(header, SegmentHeader):
-        start, end, tokens = header.start, header.end, header.tokens.tobytes()
-        coverage = segment_coverage(header, namespace.identity)
-    else:
-        start = end = header.position
-        provides = state_provides(header, namespace.identity)
-    record = Record(
-        header.id, namespace, header.lineage, start, end, item.head.container_bytes, item.head.payload_bytes,
-        header.created_ns, header.writer, coverage=coverage, provides=provides,
-    )  # fmt: skip
-    record.last_used, record.hits = item.usage.last_used, item.usage.hits
-    record.pinned_until_ns = item.usage.pinned_until_ns
-    record.anchors = {(anchor.position, anchor.kind): anchor for anchor in item.anchors}
-    return _Found(record, header.parent, tokens, header.attachments)
+def _tidy(cold: ColdTier, bad: list[RecordId], empty: list[NamespaceKey], restart: Restart) -> None:
+    """Write what the restart found out; a disk that refuses it now is asked at the next start."""
+    try:
+        cold.faults.reached("start.loaded")
+        if bad or empty:
+            cold.sweep(bad, empty)
+        if restart.made or restart.stray:
+            gone = set(bad)
+            restart.made = [item for item in restart.made if item[0] not in gone]
+            log.info("writing %d summaries, removing %d", len(restart.made), len(restart.stray))
+            cold.write_summaries(restart)
+        cold.faults.reached("start.swept")
+    except (ColdFull, OSError) as exc:
+        log.error("the sweep is left to the next start: %s", exc)
+
+
+class _Reader:
+    """Makes index records of what is on disk."""
+
+    def __init__(self, namespaces: dict[NamespaceKey, Namespace], found: dict[RecordId, _Found]) -> None:
+        self._namespaces = namespaces
+        self._found = found
+        #: Values that most records share, kept once.
+        self._lineages: dict[Lineage, Lineage] = {}
+        self._coverages: dict[object, Coverage] = {}
+        self._writers: dict[str, str] = {}
+        self._provides: dict[int, Provides] = {0: Provides.NOTHING}
+
+    def take(self, item: ColdRecord) -> None:
+        about, usage = item.summary, item.usage
+        covered = (about.extents, about.fields)
+        coverage = self._coverages.get(covered)
+        if coverage is None:
+            coverage = Coverage(about.extents, frozenset(about.fields))
+            if not about.start:  # of prompts that begin alike
+                self._coverages[covered] = coverage
+        provides = self._provides.get(about.provides)
+        if provides is None:
+            provides = self._provides[about.provides] = Provides(about.provides)
+        record = Record(
+            item.id, self._namespaces[about.namespace], self._lineages.setdefault(about.lineage, about.lineage), about.start,
+            about.end, about.total_bytes, about.payload_bytes, about.created_ns,
+            self._writers.setdefault(about.writer, about.writer), coverage=coverage, provides=provides,
+            prefill_us=usage.prefill_us,
+        )  # fmt: skip
+        record.last_used, record.hits = usage.last_used, usage.hits
+        record.pinned_until_ns, record.used_at_s = usage.pinned_until_ns, usage.used_at_s
+        if item.anchors:
+            record.anchors = {(anchor.position, anchor.kind): anchor for anchor in item.anchors}
+        self._found[item.id] = _Found(record, about.parent, item.tokens, about.attachments)
 
 
 def _ordered(found: dict[RecordId, _Found]) -> Iterator[_Found]:
@@ -91,7 +116,11 @@ def _ordered(found: dict[RecordId, _Found]) -> Iterator[_Found]:
     memory is walked together. Those whose parent is missing come last."""
     children: dict[RecordId, list[_Found]] = {}
     for item in found.values():
-        children.setdefault(item.parent if item.parent in found else ROOT, []).append(item)
+        above = item.parent if item.parent in found else ROOT
+        if above in children:
+            children[above].append(item)
+        else:
+            children[above] = [item]
     pending = sorted(children.pop(ROOT, ()), key=lambda item: (item.parent == ROOT, item.record.start))
     while pending:
         item = pending.pop()
@@ -104,16 +133,16 @@ def _ordered(found: dict[RecordId, _Found]) -> Iterator[_Found]:
 def _add(index: Index, item: _Found) -> bool:
     record = item.record
     parent: Record | None = None
-    tokens: bytes = b""
-    attachments: tuple[Attachment, ...] = ()
     if item.parent != ROOT or record.start:
         parent = index.records.get(item.parent)
         if parent is None or parent.node is None or not parent.start < record.start <= parent.end:
             return False
         if parent.namespace is not record.namespace or parent.lineage != record.lineage:
             return False
-        if not record.is_state:
-            tokens, attachments = parent.namespace.trees[parent.lineage].prefix(parent.node, record.start)
-    index.add(record, parent, tokens + item.tokens, (*attachments, *item.attachments))
-    index.set_cold(record, Cold.STORED)
+    index.add(record, parent, item.tokens, item.attachments, below=True)
+    # As `Index.set_cold` does, but for its rank: `Index.restore` ranks all of them at once.
+    record.cold = Cold.STORED
+    record.namespace.cold_bytes += record.total_bytes
+    if parent is not None:
+        parent.cold_children += 1
     return True

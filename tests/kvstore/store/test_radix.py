@@ -76,7 +76,13 @@ class RadixMachine(RuleBasedStateMachine):
         start = data.draw(st.integers(0, min(self.common(prefix), len(tokens) - 1)))
         self.numbers += 1
         record = Stored(self.numbers, prefix, start)
-        self.nodes[record] = self.tree.insert(packed(tokens), attachments, start, record)
+        parents = [item for item in self.nodes if item.start < start <= common_prefix(tokens, attachments, *item.prefix)]
+        parent = data.draw(st.sampled_from([None, *parents]))
+        if parent is None:
+            self.nodes[record] = self.tree.insert(packed(tokens), attachments, start, record)
+        else:
+            own = [item for item in attachments if item.start >= start]
+            self.nodes[record] = self.tree.insert(packed(tokens[start:]), own, start, record, self.nodes[parent])
 
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
