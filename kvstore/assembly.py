@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import mmap
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from warmkv.kvstore import geometry, memfd
-from warmkv.kvstore.needs import ModelNeeds, Provides, RowGroup, needs_of_model
-from warmkv.kvstore.restored import Flight, Restored, RestoredLayer, RestoredPlane, Rows
+from warmkv.kvstore.digests import payload_digests
+from warmkv.kvstore.handing_out import Piece, Places, Run, State, Wanted, make_layer, wanted_of
+from warmkv.kvstore.needs import ModelNeeds, Provides, RowGroup
+from warmkv.kvstore.restored import Flight, Layers, Restored, RestoredLayer, Rows
 from warmkv.kvstore.results import Match
-from warmkv.kvstore.rows import stored_shape
 from warmkv.kvstore.session import Grant
 from warmkv.schema import ids
 from warmkv.schema import messages as m
 from warmkv.schema import segment as container
 from warmkv.schema.errors import DigestError, FormatError, RemoteProtocolError
-from warmkv.schema.identity import PlaneFormat, PlaneRole, PlaneSpec
-from warmkv.schema.records import Attachment, NamespaceKey, Plane, Tokens, coverage, unpack_table
+from warmkv.schema.identity import Identity, PlaneFormat, PlaneRole, PlaneSpec
+from warmkv.schema.records import Attachment, NamespaceKey, Tokens, coverage, unpack_table
 from warmkv.schema.segment import SegmentHeader, StateHeader
 
 
@@ -51,19 +53,27 @@ def restore(
     return Restored(match, layers, grant.reply.promoted_bytes, parked, flight, grant.release)
 
 
-@dataclass(slots=True)
-class _Piece:
-    """One mapped record: its payload and planes by layer and role."""
+class _Same:
+    """A header as a key, equal to itself only: headers are remembered after decoding, and the same
+    ones come again and again."""
 
-    payload: Rows
-    planes: dict[tuple[int, PlaneRole], Plane]
+    __slots__ = ("header",)
 
-    def rows(self, plane: Plane, spec: PlaneSpec, start: int, end: int) -> Rows:
-        """Rows [start, end) of a plane, counted as the plane counts them."""
-        first = plane.offset + (start - plane.first_row) * plane.row_bytes
-        raw = self.payload[first : first + (end - start) * plane.row_bytes]
-        dtype, shape = stored_shape(replace(spec, row_shape=plane.row_shape))
-        return raw.view(dtype).reshape(end - start, *shape)
+    def __init__(self, header: SegmentHeader) -> None:
+        self.header = header
+
+    def __hash__(self) -> int:
+        return id(self.header)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.header is self.header
+
+
+@lru_cache(maxsize=256)
+def _described(key: _Same, identity: Identity) -> tuple[geometry.Coverage, Places]:
+    """What a segment covers, and its planes by layer and role. Raises FormatError unless they fit."""
+    header = key.header
+    return geometry.segment_coverage(header, identity), {(plane.layer, plane.role): plane for plane in header.planes}
 
 
 @dataclass(slots=True)
@@ -79,13 +89,14 @@ class _Assembly:
     verify: bool
     writable: bool
     needs: ModelNeeds = field(init=False)
+    wanted: tuple[Wanted, ...] = field(init=False)
     path: Tokens = field(init=False)
     beside: tuple[Attachment, ...] = field(init=False)
-    segments: list[tuple[tuple[geometry.Extent, ...], _Piece]] = field(default_factory=list)
-    states: list[tuple[int, Provides, _Piece]] = field(default_factory=list)
+    segments: list[tuple[tuple[geometry.Extent, ...], Piece]] = field(default_factory=list)
+    states: list[tuple[int, Provides, Piece]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.needs = needs_of_model(self.match.identity.layers)
+        self.needs, self.wanted = wanted_of(self.match.identity)
         self.path = self.tokens[: self.match.usable]
         self.beside = tuple(item for item in self.match.attachments if item.start < self.match.usable)
 
@@ -107,7 +118,7 @@ class _Assembly:
                 os.close(fd)
 
     def _map(self, fd: int, total_bytes: int) -> mmap.mmap:
-        if memfd.check_sealed(fd, total_bytes) != total_bytes:
+        if memfd.check_sealed(fd, container.MAX_PAYLOAD_BYTES) != total_bytes:
             raise RemoteProtocolError(f"a descriptor is not {total_bytes} bytes long")
         return memfd.map_private(fd, total_bytes, writable=self.writable)
 
@@ -119,28 +130,31 @@ class _Assembly:
             raise RemoteProtocolError("descriptor holds another record than was announced")
         if header.namespace != self.namespace or header.lineage != self.match.lineage:
             raise RemoteProtocolError("record belongs to another namespace or lineage")
-        if self.verify and container.payload_digests(view[head.payload_offset :]) != header.digests:
+        if self.verify and payload_digests(view[head.payload_offset :]) != header.digests:
             raise DigestError(f"payload of record {id_.hex()} does not match its digests")
         payload = np.frombuffer(memory, np.uint8)[head.payload_offset :]
-        piece = _Piece(payload, {(plane.layer, plane.role): plane for plane in header.planes})
         try:
             if isinstance(header, StateHeader):
-                self._enter_state(header, piece)
+                self._enter_state(header, Piece(payload, {(plane.layer, plane.role): plane for plane in header.planes}))
             else:
-                self._enter_segment(header, piece, end)
+                self._enter_segment(header, payload, end)
         except FormatError as exc:
             raise RemoteProtocolError(str(exc)) from exc
 
-    def _enter_segment(self, header: SegmentHeader, piece: _Piece, end: int) -> None:
+    def _enter_segment(self, header: SegmentHeader, payload: Rows, end: int) -> None:
         if header.start > len(self.path):
             raise RemoteProtocolError(f"segment begins at {header.start}, {len(self.path)} tokens are known")
         self._prove(header)
         agree = self._agreement(header)
         if agree < min(end, self.match.usable):
             raise RemoteProtocolError(f"segment holds the rows of other tokens or attachments from {agree} on")
-        covered = geometry.segment_coverage(header, self.match.identity)
+        # One that is too big to be remembered after decoding is not kept here either.
+        remembered = header.tokens.nbytes <= container.REMEMBERED_HEADER_BYTES // 2
+        described = _described if remembered else _described.__wrapped__
+        covered, planes = described(_Same(header), self.match.identity)
         # Behind what agrees it may go on with another prompt, whose rows are not ours.
-        self.segments.append((tuple((first, min(last, agree)) for first, last in covered.extents), piece))
+        extents = tuple((first, min(last, agree)) for first, last in covered.extents)
+        self.segments.append((extents, Piece(payload, planes)))
         if self.needs.trimmable and agree == min(header.end, self.match.usable):
             self._go_on(header)
 
@@ -173,7 +187,7 @@ class _Assembly:
         theirs = {item for item in header.attachments if item.start < agree}
         return min((item.start for item in ours ^ theirs), default=agree)
 
-    def _enter_state(self, header: StateHeader, piece: _Piece) -> None:
+    def _enter_state(self, header: StateHeader, piece: Piece) -> None:
         if header.position > len(self.path):
             raise RemoteProtocolError(f"state at {header.position}, {len(self.path)} tokens are known")
         before = tuple(item for item in self.beside if item.start < header.position)
@@ -186,25 +200,20 @@ class _Assembly:
 
     # -- putting together ------------------------------------------------------------------
 
-    def layers(self) -> tuple[RestoredLayer, ...]:
-        identity = self.match.identity
-        runs = {
-            layer: run
-            for number, group in enumerate(self.needs.groups)
-            for run in (self._runs(number, group),)
-            for layer in group.layers
-        }
-        own = {
-            index: self._layer(index, runs.get(index, ())) for index, layer in enumerate(identity.layers) if layer.shared_with < 0
-        }
-        return tuple(
-            replace(own[index if layer.shared_with < 0 else layer.shared_with], layer=index)
-            for index, layer in enumerate(identity.layers)
-        )
+    def layers(self) -> Layers:
+        """The layers. Raises RemoteProtocolError where rows or states that they need did not come."""
+        runs = [self._runs(number, group) for number, group in enumerate(self.needs.groups)]
+        states = {index: self._states(index, wanted.state) for index, wanted in enumerate(self.wanted) if wanted.state}
 
-    def _runs(self, number: int, group: RowGroup) -> tuple[_Run, ...]:
+        def make(index: int) -> RestoredLayer:
+            wanted = self.wanted[index]
+            return make_layer(index, wanted, runs[wanted.group] if wanted.group >= 0 else (), states.get(index, ()))
+
+        return Layers(len(self.wanted), make)
+
+    def _runs(self, number: int, group: RowGroup) -> tuple[Run, ...]:
         """The rows a group needs, from as few segments as possible."""
-        runs: list[_Run] = []
+        runs: list[Run] = []
         for start, end in group.need.required(self.match.usable):
             at = start
             while at < end:
@@ -215,42 +224,23 @@ class _Assembly:
                         stop, best = min(last, end), piece
                 if best is None:
                     raise RemoteProtocolError(f"layer {group.layers[0]}: row {at} of [{start}, {end}) did not come")
-                runs.append(_Run(best, at, stop))
+                runs.append(Run(best, at, stop))
                 at = stop
         return tuple(runs)
 
-    def _layer(self, index: int, runs: tuple[_Run, ...]) -> RestoredLayer:
-        layer = self.match.identity.layers[index]
-        planes = {spec.role: _plane(index, spec, runs) for spec in layer.row_planes}
-        fields = {}
-        for spec in layer.field_planes:
-            for run in runs:
-                plane = run.piece.planes.get((index, spec.role))
-                if plane is not None:
-                    fields[plane.field] = run.piece.rows(plane, spec, plane.first_row, plane.first_row + 1)[0]
-        states: dict[PlaneRole, RestoredPlane] = {}
-        constants: dict[int, dict[PlaneRole, RestoredPlane]] = {}
+    def _states(self, index: int, flag: Provides) -> tuple[State, ...]:
+        """Where the states of a layer lie: encoder outputs of all attachments, else one."""
         usable = self.match.usable
-        if index in self.needs.constant:
+        if flag == Provides.CONSTANT:
             inside = [item for item in self.match.attachments if item.end <= usable]
-            constants = {item.start: self._state(index, item.end, item.end, Provides.CONSTANT) for item in inside}
-        elif index in self.needs.exact:
-            states = self._state(index, usable, usable, Provides.EXACT)
-        elif index in self.needs.trimmable:
-            states = self._state(index, usable, len(self.path), Provides.TRIMMABLE)
-        return RestoredLayer(index, planes, states, constants, fields)
+            return tuple(self._state(index, item.end, item.end, flag, item.start) for item in inside)
+        return (self._state(index, usable, len(self.path) if flag == Provides.TRIMMABLE else usable, flag),)
 
-    def _state(self, index: int, low: int, high: int, flag: Provides) -> dict[PlaneRole, RestoredPlane]:
-        """State planes of a layer at a position in low..high."""
+    def _state(self, index: int, low: int, high: int, flag: Provides, start: int = -1) -> State:
+        """A state of a layer at a position in low..high."""
         for position, provides, piece in self.states:
             if provides & flag and low <= position <= high:
-                found = {}
-                for spec in self.match.identity.layers[index].state_planes:
-                    plane = piece.planes.get((index, spec.role))
-                    if plane is not None:
-                        rows = piece.rows(plane, spec, plane.first_row, plane.first_row + plane.rows)
-                        found[spec.role] = RestoredPlane(spec.role, spec.format, plane.row_shape, (rows,), (position,))
-                return found
+                return State(piece, position, start)
         raise RemoteProtocolError(f"layer {index}: no {flag.name} state for {low} came")
 
     def logits(self) -> npt.NDArray[np.float32]:
@@ -260,22 +250,6 @@ class _Assembly:
             if provides & Provides.LOGITS and position == self.match.usable:
                 plane = piece.planes[place]
                 spec = PlaneSpec(PlaneRole.LOGITS, PlaneFormat.F32, plane.row_shape)
-                row: npt.NDArray[np.float32] = piece.rows(plane, spec, plane.first_row, plane.first_row + 1)[0]
+                row: npt.NDArray[np.float32] = piece.all_rows(plane, spec)[0]
                 return row
         raise RemoteProtocolError("the whole query is usable, but no logits came")
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Rows [start, end) of a group, taken from one record."""
-
-    piece: _Piece
-    start: int
-    end: int
-
-
-def _plane(index: int, spec: PlaneSpec, runs: tuple[_Run, ...]) -> RestoredPlane:
-    planes = [run.piece.planes[index, spec.role] for run in runs]
-    blocks = tuple(run.piece.rows(plane, spec, run.start, run.end) for run, plane in zip(runs, planes, strict=True))
-    starts, fields = tuple(run.start for run in runs), tuple(plane.field for plane in planes)
-    return RestoredPlane(spec.role, spec.format, spec.row_shape, blocks, starts, fields)

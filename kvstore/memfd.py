@@ -14,7 +14,7 @@ import mmap
 import os
 import stat
 
-from warmkv.schema.errors import DescriptorLimit, RemoteProtocolError, StoreError
+from warmkv.schema.errors import DescriptorLimit, RemoteProtocolError, StoreError, TooLarge
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -57,7 +57,7 @@ def check_sealed(fd: int, max_bytes: int) -> int:
     """Size of a descriptor a peer passed, once it is proven to be sealed shared memory whose
     every page is allocated (reading a sparse one would allocate memory on our account).
 
-    Raises RemoteProtocolError with what was found."""
+    Raises RemoteProtocolError with what was found, TooLarge for a sound one of more than ``max_bytes``."""
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode):
         raise RemoteProtocolError(f"descriptor is not shared memory (mode {stat.filemode(info.st_mode)})")
@@ -67,10 +67,12 @@ def check_sealed(fd: int, max_bytes: int) -> int:
         raise RemoteProtocolError("descriptor is a plain file, expected sealed shared memory") from exc
     if seals & SEALS != SEALS:
         raise RemoteProtocolError(f"shared memory has seals {seals:#x}, expected at least {SEALS:#x} (write, shrink, grow)")
-    if not 0 < info.st_size <= max_bytes:
-        raise RemoteProtocolError(f"shared memory has {info.st_size} bytes, expected 1..{max_bytes}")
+    if not info.st_size:
+        raise RemoteProtocolError("shared memory is empty")
     if info.st_blocks * 512 < info.st_size:
         raise RemoteProtocolError(f"shared memory of {info.st_size} bytes has only {info.st_blocks * 512} allocated")
+    if info.st_size > max_bytes:
+        raise TooLarge(f"shared memory has {info.st_size} bytes, at most {max_bytes} can be taken")
     return info.st_size
 
 

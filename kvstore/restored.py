@@ -5,9 +5,10 @@ What arrives here was checked by `assembly`; see there for what is proven before
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +79,37 @@ class RestoredLayer:
         return self.planes[PlaneRole.VALUE].array()
 
 
+class Layers(Sequence[RestoredLayer]):
+    """Layers that are put together when they are first looked at: a model has dozens, each with
+    views of its own, and nothing they are made of is left to be checked.
+
+    Keeps the mappings alive, as its layers do. **Threading:** any; two that look at the same layer
+    at the same time may see equal layers instead of one."""
+
+    __slots__ = ("_made", "_make")
+
+    def __init__(self, count: int, make: Callable[[int], RestoredLayer]) -> None:
+        self._make = make
+        self._made: list[RestoredLayer | None] = [None] * count
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    @overload
+    def __getitem__(self, index: int) -> RestoredLayer: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[RestoredLayer, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> RestoredLayer | tuple[RestoredLayer, ...]:
+        if isinstance(index, slice):
+            return tuple(self[at] for at in range(*index.indices(len(self))))
+        layer = self._made[index]
+        if layer is None:
+            layer = self._made[index] = self._make(index % len(self._made))
+        return layer
+
+
 @dataclass
 class Flight:
     """The promise to compute what a restore did not find; others who asked to wait do, until it
@@ -107,7 +139,7 @@ class Flight:
 @dataclass
 class Restored:
     """State of the first ``usable`` tokens; false when it is a miss. Use as a context manager:
-    `close` ends the lease, views taken before stay valid.
+    `close` ends the lease, views taken before stay valid. ``layers`` has one entry a layer.
 
     ``anchor`` is the named position restored to, where one was asked for and found; ``logits``
     those parked after the last id, where they were asked for. ``flight`` is set where this caller
@@ -115,7 +147,7 @@ class Restored:
     it will not be."""
 
     match: Match
-    layers: tuple[RestoredLayer, ...] = ()
+    layers: Sequence[RestoredLayer] = ()
     promoted_bytes: int = 0
     logits: npt.NDArray[np.float32] | None = None
     flight: Flight | None = None

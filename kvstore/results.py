@@ -92,6 +92,8 @@ class Match:
 
 def _groups(packed: bytes, identity: Identity) -> tuple[LayerGroup, ...]:
     """Groups of a reply; a group is named by one of its layers."""
+    if not packed:
+        return ()
     needs = needs_of_model(identity.layers)
     sets = [*(group.layers for group in needs.groups), needs.exact, needs.trimmable, needs.constant]
     found: list[LayerGroup] = []

@@ -8,6 +8,7 @@ it into a miss.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -46,6 +47,8 @@ from warmkv.schema.records import (
 Ack = Literal["memory", "disk"]
 At = Literal["longest", "anchor"]
 _ACKS = {"memory": m.ACK_MEMORY, "disk": m.ACK_DISK}
+#: A prefill that takes longer is a mistake in units.
+MAX_PREFILL_S = 1e6
 _ATS = {"longest": m.AT_LONGEST, "anchor": m.AT_ANCHOR}
 SAVE_QUEUE = 64
 Records = Sequence[LayerRows | LayerState]
@@ -166,29 +169,31 @@ class Verbs(ABC):
     def save(
         self, identity: Identity, ids: TokensLike, records: Records, *, ack: Ack = "memory",
         anchors: Iterable[Anchor] = (), attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN,
-        fields: Sequence[bytes] = (), logits: Array | None = None,
+        fields: Sequence[bytes] = (), logits: Array | None = None, prefill_s: float = 0.0,
     ) -> Saved:  # fmt: skip
         """Store rows and states of ``ids``; only what is not yet held is read and sent.
 
         ``records`` cover every layer of the model, or are none where only anchors or ``logits``
         (float32, shape (vocabulary,), those after the last id) are added to what is held.
+        ``prefill_s`` tells how long computing all of ``ids`` takes; it is kept with the rows, in
+        proportion, for the store to evict what is cheap to compute again first.
 
         **Durability:** returns once the rows are in the warm tier (``ack="memory"``: survives
         this process) or once they and all rows before them are committed to disk
         (``ack="disk"``: survives the daemon and the machine's reboot).
 
         Raises RecordError (layer and plane named) or UnsupportedError before anything is sent."""
-        prepared = self._prepare(identity, ids, records, ack, anchors, attachments, lineage, fields, logits)
+        prepared = self._prepare(identity, ids, records, ack, anchors, attachments, lineage, fields, logits, prefill_s)
         return self._save(prepared)
 
     def save_async(
         self, identity: Identity, ids: TokensLike, records: Records, *, ack: Ack = "memory",
         anchors: Iterable[Anchor] = (), attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN,
-        fields: Sequence[bytes] = (), logits: Array | None = None,
+        fields: Sequence[bytes] = (), logits: Array | None = None, prefill_s: float = 0.0,
     ) -> Future[Saved]:  # fmt: skip
         """`save` on a background thread. Never waits: when too many saves are queued this one is
         given up and says so. The arrays of ``records`` must not change until it is done."""
-        prepared = self._prepare(identity, ids, records, ack, anchors, attachments, lineage, fields, logits)
+        prepared = self._prepare(identity, ids, records, ack, anchors, attachments, lineage, fields, logits, prefill_s)
         with self._lock:
             self._require_open()
             if self._queue is None:
@@ -209,7 +214,7 @@ class Verbs(ABC):
 
     def _prepare(
         self, identity: Identity, ids: TokensLike, records: Records, ack: Ack, anchors: Iterable[Anchor],
-        attachments: Iterable[Attachment], lineage: Lineage, fields: Sequence[bytes], logits: Array | None,
+        attachments: Iterable[Attachment], lineage: Lineage, fields: Sequence[bytes], logits: Array | None, prefill_s: float,
     ) -> Save:  # fmt: skip
         query = self._query(identity, ids, attachments, lineage)
         source.require_served(identity)
@@ -219,12 +224,14 @@ class Verbs(ABC):
                 raise RecordError(f"anchor at {anchor.position} lies outside the {len(query.tokens)} tokens")
             if any(item.start < anchor.position < item.end for item in query.attachments):
                 raise RecordError(f"anchor at {anchor.position} lies inside an attachment")
+        if not 0 <= prefill_s < MAX_PREFILL_S:
+            raise RecordError(f"a prefill of {prefill_s} seconds is none; expected at least 0 (unknown)")
         if ack not in _ACKS:
             raise RecordError(f"ack is {ack!r}, expected 'memory' or 'disk'")
         checked = source.check_records(identity, records, len(query.tokens), query.attachments, logits)
         named_fields = {plane.field for found in checked.rows.values() for record in found for plane in record.planes}
         every = sorted({*fields, *named_fields} - {NO_FIELD})
-        return Save(query, checked, _ACKS[ack], pack_anchors(named), _pack_fields(every))
+        return Save(query, checked, _ACKS[ack], pack_anchors(named), _pack_fields(every), float(prefill_s))
 
     # -- keeping and dropping ------------------------------------------------------------
 
@@ -275,6 +282,17 @@ class Verbs(ABC):
         key = b"" if identity is None else self._namespace(identity)
         done = self._session.clear(m.Clear(key, identity is None))
         return Forgotten(done.records, done.total_bytes)
+
+    def watch_weights(self, identity: Identity, paths: Iterable[str | os.PathLike[str]]) -> int:
+        """Have everything of ``identity`` dropped once one of these files of the model has other
+        content. Links are followed now. How many files are watched for it; 0 where none can be."""
+        files = [os.path.realpath(path) for path in paths]
+        try:
+            done = self.report("watch", action="add", namespace=self._namespace(identity).hex(), paths=files)
+        except WarmKVError as exc:
+            self._failed(exc)
+            return 0
+        return int(str(done["files"]))
 
     def report(self, verb: str, **arguments: object) -> dict[str, object]:
         """An administrative report ("stats", "ls", "show", "verify", "status"). Raises on failure."""

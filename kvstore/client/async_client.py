@@ -77,20 +77,20 @@ class AsyncClient:
     async def save(
         self, identity: Identity, ids: TokensLike, records: Records, *, ack: Ack = "memory",
         anchors: Iterable[Anchor] = (), attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN,
-        fields: Sequence[bytes] = (), logits: Array | None = None,
+        fields: Sequence[bytes] = (), logits: Array | None = None, prefill_s: float = 0.0,
     ) -> Saved:  # fmt: skip
-        call = partial(self._client.save, identity, ids, records, ack=ack, anchors=anchors)
+        call = partial(self._client.save, identity, ids, records, ack=ack, anchors=anchors, prefill_s=prefill_s)
         return await self._run(partial(call, attachments=attachments, lineage=lineage, fields=fields, logits=logits))
 
     def save_async(
         self, identity: Identity, ids: TokensLike, records: Records, *, ack: Ack = "memory",
         anchors: Iterable[Anchor] = (), attachments: Iterable[Attachment] = (), lineage: Lineage = CLEAN,
-        fields: Sequence[bytes] = (), logits: Array | None = None,
+        fields: Sequence[bytes] = (), logits: Array | None = None, prefill_s: float = 0.0,
     ) -> asyncio.Future[Saved]:  # fmt: skip
         """`Client.save_async` as an awaitable future; queued when this returns."""
         future = self._client.save_async(
             identity, ids, records, ack=ack, anchors=anchors, attachments=attachments, lineage=lineage, fields=fields,
-            logits=logits,
+            logits=logits, prefill_s=prefill_s,
         )  # fmt: skip
         return asyncio.wrap_future(future)
 
@@ -120,6 +120,9 @@ class AsyncClient:
 
     async def clear(self, identity: Identity | None = None) -> Forgotten:
         return await self._run(partial(self._client.clear, identity))
+
+    async def watch_weights(self, identity: Identity, paths: Iterable[str | os.PathLike[str]]) -> int:
+        return await self._run(partial(self._client.watch_weights, identity, paths))
 
     async def report(self, verb: str, **arguments: object) -> dict[str, object]:
         return await self._run(partial(self._client.report, verb, **arguments))

@@ -43,7 +43,7 @@ class DisabledSession:
     def clear(self, request: m.Clear) -> NoReturn:
         raise DaemonUnavailable(REASON)
 
-    def report(self, request: m.Report) -> NoReturn:
+    def report(self, request: m.Report, fd: int = -1) -> NoReturn:
         raise DaemonUnavailable(REASON)
 
     def close(self) -> None:

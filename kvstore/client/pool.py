@@ -11,6 +11,9 @@ from warmkv.kvstore.client.connection import Connection
 #: Idle connections kept. Those with live leases or a reservation are kept beyond it, since
 #: closing a connection ends them.
 KEEP = 8
+#: Connections that wait for an upload. Of those whose upload never comes the oldest are given up, else
+#: they would add up for a minute each; a save that lost its reservation goes on without one.
+KEEP_RESERVED = 16
 
 
 class IdlePool:
@@ -99,6 +102,8 @@ class IdlePool:
     def _beyond_limit(self) -> list[Connection]:
         free = [item for item in self._idle if not item.leases and not item.reserved]
         surplus = free[: max(0, len(self._idle) - KEEP)]
+        waiting = [item for item in self._idle if item.reserved and not item.leases]
+        surplus += waiting[: max(0, len(waiting) - KEEP_RESERVED)]
         for item in surplus:
             self._idle.remove(item)
             self._all.discard(item)

@@ -104,8 +104,8 @@ class RemoteSession:
     def clear(self, request: m.Clear) -> m.Forgotten:
         return self._ask(request, m.Forgotten)[0]
 
-    def report(self, request: m.Report) -> m.Document:
-        return self._ask(request, m.Document)[0]
+    def report(self, request: m.Report, fd: int = -1) -> m.Document:
+        return self._ask(request, m.Document, (fd,) if fd >= 0 else ())[0]
 
     def close(self) -> None:
         """Close the connections, which ends their leases; those in use close when they are done."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from transformers import DynamicCache
 
+from warmkv.kvstore.admission import Admission
 from warmkv.kvstore.integrations import hf_records
 from warmkv.kvstore.integrations.hf_identity import ModelIdentity
 from warmkv.kvstore.integrations.hf_start import PrefixStore, Records
@@ -32,7 +33,8 @@ class Saves:
 
     **Threading:** one caller at a time; what is saved in the background may end on any thread."""
 
-    def __init__(self, prefixes: PrefixStore, model: ModelIdentity, *, background: bool) -> None:
+    def __init__(self, prefixes: PrefixStore, model: ModelIdentity, *, background: bool, admission: Admission) -> None:
+        self._admission = admission
         self._prefixes = prefixes
         self._model = model
         self._background = background
@@ -56,7 +58,9 @@ class Saves:
             records = _cut(hf_records.to_records(cache, self._model.geometry, length), kept, length)
             named = [anchor for anchor in anchors if anchor.position <= kept]
             verb = self._prefixes.save_async if self._background else self._prefixes.save
-            outcome = verb(identity, tokens[:kept], records, ack=ack, anchors=named)
+            speed = self._admission.prefill_tps
+            prefill_s = kept / speed if speed else 0.0
+            outcome = verb(identity, tokens[:kept], records, ack=ack, anchors=named, prefill_s=prefill_s)
         except Exception as exc:  # noqa: BLE001 - whatever a store does, the answer stands
             self.failed("saved to", exc)
             outcome = Saved(False, reason=str(exc))

@@ -36,12 +36,14 @@ class PrefixStore(Protocol):
     ) -> Restored: ...
 
     def save(
-        self, identity: Identity, ids: TokensLike, records: Records, *, ack: Ack = ..., anchors: Sequence[Anchor] = ...
-    ) -> Saved: ...
+        self, identity: Identity, ids: TokensLike, records: Records, *, ack: Ack = ..., anchors: Sequence[Anchor] = ...,
+        prefill_s: float = ...,
+    ) -> Saved: ...  # fmt: skip
 
     def save_async(
-        self, identity: Identity, ids: TokensLike, records: Records, *, ack: Ack = ..., anchors: Sequence[Anchor] = ...
-    ) -> Future[Saved]: ...
+        self, identity: Identity, ids: TokensLike, records: Records, *, ack: Ack = ..., anchors: Sequence[Anchor] = ...,
+        prefill_s: float = ...,
+    ) -> Future[Saved]: ...  # fmt: skip
 
 
 class Pending(Protocol):

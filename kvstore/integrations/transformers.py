@@ -109,7 +109,7 @@ class PromptCache:
         self._keep_thinking = keep_thinking
         self._admission = Admission() if admission is None else admission
         self._identity = ModelIdentity(model, tokenizer, weights=weights, salt=salt)
-        self._saves = Saves(client_or_store, self._identity, background=background)
+        self._saves = Saves(client_or_store, self._identity, background=background, admission=self._admission)
         decode = cast(Callable[[Sequence[int]], str], tokenizer.decode)
         self._starts = Starts(self._base, self._identity, client_or_store, self._saves, self._admission, decode, wait_s)
         self._live: Live | None = None

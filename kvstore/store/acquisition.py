@@ -114,7 +114,9 @@ class Acquisition:
                 fds = ()
                 break
         self._count(found)
-        answer = _because(replace(answer, tier=tier if found.usable else m.TIER_NONE), trouble)
+        tier = tier if found.usable else m.TIER_NONE
+        if trouble or answer.tier != tier:
+            answer = _because(replace(answer, tier=tier), trouble)
         return answer, found, lease if found.spans else 0, promoted, fds
 
     def prefetch(self, request: m.Prefetch) -> m.Matched:
@@ -125,6 +127,13 @@ class Acquisition:
             os.close(fd)
         self.release([reply.lease])
         return m.Matched(**{name: getattr(reply, name) for name in m.Matched.__dataclass_fields__})
+
+    def hold(self, record: Record) -> int:
+        """Lease one record, for who reads it in this process; `release` ends that. Lock held."""
+        lease = next(self._lease_ids)
+        record.leases[lease] = self._warm.clock() + self._options.lease_ttl_s
+        self._leased[lease] = (record,)
+        return lease
 
     def release(self, leases: Iterable[int]) -> None:
         """End leases and flights; unknown ones are ignored."""

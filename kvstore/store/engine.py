@@ -9,19 +9,25 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Callable, Mapping
 
 from warmkv.kvstore.store import answers
+from warmkv.kvstore.store.access import Access, administers
 from warmkv.kvstore.store.acquisition import Acquisition
 from warmkv.kvstore.store.cold import ColdTier
+from warmkv.kvstore.store.eviction import Eviction
 from warmkv.kvstore.store.health import Health
-from warmkv.kvstore.store.index import Index
+from warmkv.kvstore.store.index import DAY_S, Index, Namespace
 from warmkv.kvstore.store.intake import Intake, Owner
+from warmkv.kvstore.store.opening import open_cold
 from warmkv.kvstore.store.options import StoreOptions
 from warmkv.kvstore.store.promotion import Promotion
 from warmkv.kvstore.store.recovery import load_index
 from warmkv.kvstore.store.removal import Removal
+from warmkv.kvstore.store.scrub import Scrubber
 from warmkv.kvstore.store.session import LocalSession
 from warmkv.kvstore.store.warm import WarmTier
+from warmkv.kvstore.store.weights import Weights
 from warmkv.kvstore.store.write_behind import WriteBehind
 from warmkv.schema.errors import CorruptStore
 from warmkv.schema.records import NamespaceKey
@@ -35,16 +41,34 @@ class Engine:
         self.options = options
         self.health = Health()
         self.epoch = secrets.randbits(63) | 1
-        self.index = Index()
-        self.warm = WarmTier(self.index, options.warm_bytes, options.warm_entries, options.busy_timeout_s)
+        clock, faults = options.clock, options.faults
+        gap_s = min(DAY_S, int(options.ttl_s / 2)) if options.ttl_s else DAY_S
+        self.index = Index(policy=options.policy, clock=clock, max_gap_s=gap_s)
+        self.warm = WarmTier(
+            self.index, options.warm_bytes, options.warm_entries, options.busy_timeout_s,
+            clock=clock.monotonic, wall_ns=clock.wall_ns, uid_share=options.uid_share,
+            floor_bytes=options.namespace_floor_bytes, faults=faults,
+        )  # fmt: skip
         self.cold = cold
         self.swept = load_index(self.index, cold) if cold is not None else 0
-        self.writer = WriteBehind(self.index, self.warm, cold, options.usage_interval_s) if cold is not None else None
-        self.promotion = Promotion(self.index, self.warm, cold, self.writer)
+        self.writer: WriteBehind | None = None
+        if cold is not None:
+            self.writer = WriteBehind(
+                self.index, self.warm, cold, options.usage_interval_s,
+                wall_ns=clock.wall_ns, uid_share=options.uid_share, floor_bytes=options.namespace_floor_bytes, faults=faults,
+            )  # fmt: skip
+        self.promotion = Promotion(self.index, self.warm, cold, self.writer, faults=faults)
         self.acquisition = Acquisition(self.index, self.warm, self.promotion, options, self.epoch)
         self.intake = Intake(self.index, self.warm, self.writer, options, self.epoch)
-        self.removal = Removal(self.index, self.warm, self.writer)
+        self.removal = Removal(self.index, self.warm, self.writer, wall_ns=clock.wall_ns)
+        self.scrubber = Scrubber(self.index, self.warm, cold, self.promotion, options) if cold is not None else None
+        self.eviction = Eviction(self.index, self.warm, self.writer, options, self.health)
+        self.weights = Weights(self.index, self.removal, options.path if cold is not None else None, self._may_write)
         self.started = time.time()
+        #: What the process around the engine adds: reports shown in `stats` under their names, and
+        #: how its settings are read again.
+        self.figures: dict[str, Callable[[], Mapping[str, object]]] = {}
+        self.reload: Callable[[], Mapping[str, object]] | None = None
         self._closed = False
         self._pid = os.getpid()
 
@@ -54,9 +78,7 @@ class Engine:
 
         Raises StoreInUse, StoreTooNew, BudgetError, StoreError."""
         options = options.resolved()
-        cold = None
-        if options.path is not None and options.cold_bytes:
-            cold = ColdTier.open(options.path, options.cold_bytes)
+        cold, problem = open_cold(options)
         try:
             try:
                 engine = cls(options, cold)
@@ -68,8 +90,14 @@ class Engine:
             if cold is not None:
                 cold.close()
             raise
+        engine.health.watch("store", cold.problem if cold is not None else lambda: problem)
         if engine.writer is not None:
             engine.writer.start()
+            engine.health.watch("writer", engine.writer.problem, vital=True)
+        engine.eviction.start()
+        if engine.scrubber is not None:
+            engine.scrubber.start()
+            engine.health.watch("scrub", engine.scrubber.problem)
         return engine
 
     @property
@@ -77,9 +105,14 @@ class Engine:
         """False once it is closed, and in a child that a fork made of its process."""
         return not self._closed and self._pid == os.getpid()
 
-    def session(self, uid: int) -> LocalSession:
-        """A session of user ``uid``; closing it ends its leases and reservations."""
-        return LocalSession(self, uid)
+    def session(
+        self, uid: int, foreign: bool = False, gids: frozenset[int] = frozenset(), *, every_share: bool = False
+    ) -> LocalSession:
+        """A session of user ``uid``; closing it ends its leases and reservations. See `LocalSession`."""
+        return LocalSession(self, uid, foreign=foreign, gids=gids, every_share=every_share)
+
+    def _may_write(self, uid: int, namespace: Namespace) -> bool:
+        return administers(uid) or Access(uid, lambda: self.options.shares).writes(namespace)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all that was accepted is on disk; False when the time ran out first."""
@@ -100,6 +133,9 @@ class Engine:
                 return
             self._closed = self.warm.closing = True
             self.index.changed.notify_all()
+        self.eviction.stop()
+        if self.scrubber is not None:
+            self.scrubber.stop()
         if self.writer is not None:
             self.writer.stop()
         with self.index.changed:
@@ -110,11 +146,11 @@ class Engine:
         if self.cold is not None:
             self.cold.close()
 
-    def nearest_difference(self, key: NamespaceKey, owner: Owner) -> tuple[tuple[str, ...], str]:
-        """Fields in which the nearest namespace this owner may read differs from the one asked
-        for, and the same in words; none where that one is stored, or nothing is."""
+    def nearest_difference(self, key: NamespaceKey, owner: Owner, access: Access) -> tuple[tuple[str, ...], str]:
+        """Fields in which the nearest namespace of the same tenant that may be read differs from the
+        one asked for, and the same in words; none where that one is stored, or nothing is."""
         with self.index.changed:
             if key in self.index.namespaces:
                 return (), ""
-            readable = [item for item in self.index.namespaces.values() if not item.share and item.owner_uid == owner.uid]
-        return answers.nearest_difference(owner.identity, readable)
+            kin = [item for item in access.readable(self.index) if item.identity.tenant == owner.identity.tenant]
+        return answers.nearest_difference(owner.identity, kin)

@@ -22,25 +22,30 @@ class Health:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._checks: dict[str, Check] = {}
+        self._vital: set[str] = set()
 
-    def watch(self, name: str, check: Check) -> None:
-        """Ask ``check`` from now on; an earlier one of that name is replaced."""
+    def watch(self, name: str, check: Check, *, vital: bool = False) -> None:
+        """Ask ``check`` from now on; an earlier one of that name is replaced. What is ``vital`` only
+        a new process can mend, such as a thread that died: it stops the pings of the watchdog."""
         with self._lock:
             self._checks[name] = check
+            (self._vital.add if vital else self._vital.discard)(name)
 
     def forget(self, name: str) -> None:
         """Ask no longer. Idempotent."""
         with self._lock:
             self._checks.pop(name, None)
+            self._vital.discard(name)
 
     def names(self) -> list[str]:
         with self._lock:
             return list(self._checks)
 
-    def problems(self) -> dict[str, str]:
-        """What is wrong, by name of the part; a check that fails is itself a problem."""
+    def problems(self, *, vital: bool = False) -> dict[str, str]:
+        """What is wrong, by name of the part, or with what is ``vital`` only; a check that fails is
+        itself a problem."""
         with self._lock:
-            checks = list(self._checks.items())
+            checks = [(name, check) for name, check in self._checks.items() if not vital or name in self._vital]
         found = {}
         for name, check in checks:
             try:

@@ -6,40 +6,40 @@ pages, head digest, bounds, geometry against the identity, payload digests, pare
 
 from __future__ import annotations
 
-import fcntl
-import time
+import os
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TypedDict
 
 import numpy as np
 
 from warmkv.kvstore import memfd
-from warmkv.kvstore.geometry import Coverage, segment_coverage, state_provides
 from warmkv.kvstore.needs import Provides, needs_of_model
 from warmkv.kvstore.rows import require_served
+from warmkv.kvstore.store import arrivals, room
+from warmkv.kvstore.store.adoption import Adoption
+from warmkv.kvstore.store.arrivals import Arrival, Owner
 from warmkv.kvstore.store.index import Cold, Index, Namespace, Record
 from warmkv.kvstore.store.options import StoreOptions
 from warmkv.kvstore.store.warm import WarmTier
 from warmkv.kvstore.store.write_behind import WriteBehind
-from warmkv.schema import ids
 from warmkv.schema import messages as m
-from warmkv.schema import segment as container
-from warmkv.schema.errors import ColdFull, DescriptorLimit, DigestError, FormatError, OfferAgain, RecordError
-from warmkv.schema.identity import Identity
+from warmkv.schema.errors import Busy, ColdFull, FormatError, OfferAgain, RecordError, StoreError
 from warmkv.schema.records import (
     ID_BYTES,
     ROOT,
     Anchor,
     Attachment,
     Lineage,
+    NamespaceKey,
     check_attachments,
-    coverage,
     unpack_anchors,
     unpack_attachments,
 )
 from warmkv.schema.segment import SegmentHeader
+
+__all__ = ["Intake", "Owner"]
 
 #: In one save, and on one segment: of more the oldest give way.
 MAX_ANCHORS = 4096
@@ -47,17 +47,6 @@ MAX_ANCHORS = 4096
 #: the second copy costs less than another round.
 TWICE = 8
 MAX_FIELDS = 4096
-#: The name stays in the index as long as the record does, in whichever tier.
-MAX_WRITER_CHARACTERS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Whose namespace a request is about: enough to create it."""
-
-    uid: int
-    share: str
-    identity: Identity
 
 
 class _Known(TypedDict):
@@ -66,29 +55,17 @@ class _Known(TypedDict):
     provides: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """A container that was checked by itself: what it names, and what it would add."""
+class _Copying:
+    """Room for a copy, held in the ledger until it is given back, once; lock held."""
 
-    head: container.Head
-    fd: int
-    total_bytes: int
-    coverage: Coverage
-    provides: Provides
+    def __init__(self, warm: WarmTier, uid: int, total_bytes: int) -> None:
+        self._warm, self._uid, self._total_bytes = warm, uid, total_bytes
+        warm.ledger.promote(uid, total_bytes)
 
-    @property
-    def header(self) -> container.Header:
-        return self.head.header
-
-    @property
-    def end(self) -> int:
-        header = self.head.header
-        return header.end if isinstance(header, SegmentHeader) else header.position
-
-    @property
-    def start(self) -> int:
-        header = self.head.header
-        return header.start if isinstance(header, SegmentHeader) else header.position
+    def give_back(self) -> None:
+        if self._total_bytes:
+            self._warm.ledger.promote(self._uid, -self._total_bytes)
+        self._total_bytes = 0
 
 
 class Intake:
@@ -103,6 +80,8 @@ class Intake:
         self._writer = writer
         self._options = options
         self._epoch = epoch
+        #: Takes a container that outlived the process which held it, see `Adoption.adopt`.
+        self.adopt = Adoption(index, warm, self._take).adopt
 
     # -- offers --------------------------------------------------------------------------
 
@@ -121,12 +100,15 @@ class Intake:
                 if missing or not needs_of_model(owner.identity.layers).anywhere:
                     wanted = missing * request.row_bytes + request.fixed_bytes
                 if wanted:
-                    self._warm.make_room(wanted, parent)
+                    uid = self._uid(request.namespace, owner)
+                    if not self._warm.ledger.may_reserve(uid):
+                        raise Busy(f"{self._warm.ledger.reservations} uploads are announced already")
+                    self._warm.make_room(wanted, parent, uid=uid)
                     now = self._held(request, tokens, attachments, fields)
                     if now[0] != held:
                         raise OfferAgain("what the save builds on went while room was made for it")
                     held, parent, known = now
-                    reservation = self._warm.ledger.reserve(wanted, self._warm.clock() + self._options.reservation_ttl_s)
+                    reservation = self._warm.ledger.reserve(wanted, self._warm.clock() + self._options.reservation_ttl_s, uid)
         finally:
             self._warm.reap()
         return m.Offered(held, parent.id if parent else ROOT, reservation, wanted, self._epoch, **known)
@@ -163,11 +145,14 @@ class Intake:
 
     # -- commits -------------------------------------------------------------------------
 
-    def commit(self, request: m.Commit, fd: int, owner: Owner) -> m.Committed:
-        """Check and take a sealed container; ``fd`` stays the caller's. Answers when ``ack`` is
-        reached. Raises FormatError, RemoteProtocolError, UnsupportedError, RecordError, OfferAgain,
-        TooLarge, Busy, ClosedError, ColdFull; then nothing changed (after ColdFull and Busy of a
-        disk acknowledgement the rows are held in memory)."""
+    def commit(self, request: m.Commit, fd: int, owner: Owner, *, copy: bool = False, twice: bool = False) -> m.Committed:
+        """Check and take a sealed container; ``fd`` stays the caller's. With ``copy`` it is charged to
+        somebody else's memory, and is copied into this process's own; with ``twice`` rows are taken
+        though they lie in other pieces here already. Answers when ``ack`` is reached.
+
+        Raises FormatError, RemoteProtocolError, UnsupportedError, RecordError, OfferAgain, TooLarge,
+        Busy, ClosedError, ColdFull; then nothing changed (after ColdFull and Busy of a disk
+        acknowledgement the rows are held in memory)."""
         done = False
         try:
             require_served(owner.identity)
@@ -175,8 +160,11 @@ class Intake:
                 raise OfferAgain("the store was restarted since the offer")
             anchors = self._check_anchors(request.anchors)
             total_bytes = memfd.check_sealed(fd, self._warm.ledger.budget_bytes or 1)
-            arrival = self._check_container(fd, total_bytes, request, owner)
-            record, duplicate = self._take(request, arrival, owner, anchors)
+            self._options.faults.reached("save.received")
+            arrival = arrivals.check(fd, total_bytes, request.namespace, owner.identity, request.prefill_us)
+            take = self._take_copy if copy else partial(self._take, twice=twice)
+            record, duplicate = take(request.reservation, arrival, owner, anchors)
+            self._options.faults.reached("save.admitted")
             done = True
         finally:
             if not (done and request.more):
@@ -187,30 +175,43 @@ class Intake:
         durable = self._acknowledge([record], request.ack, older and bool(anchors))
         return m.Committed(record.id, arrival.end, 0 if duplicate else total_bytes, duplicate, durable)
 
-    def _check_container(self, fd: int, total_bytes: int, request: m.Commit, owner: Owner) -> _Arrival:
-        """Everything that can be checked without the index."""
-        view = memoryview(memfd.map_private(fd, total_bytes))
-        head = container.decode_head(view, total_bytes)
-        header = head.header
-        if header.namespace != request.namespace:
-            raise FormatError("the container belongs to another namespace than the commit")
-        if len(header.writer) > MAX_WRITER_CHARACTERS:
-            raise FormatError(f"the writer's name has {len(header.writer)} characters, expected at most {MAX_WRITER_CHARACTERS}")
-        covered, provides = Coverage(()), Provides.NOTHING
-        if isinstance(header, SegmentHeader):
-            covered = segment_coverage(header, owner.identity)
-        else:
-            provides = state_provides(header, owner.identity)
-        if container.payload_digests(view[head.payload_offset :]) != header.digests:
-            raise DigestError("the payload does not match the digests in its head")
-        return _Arrival(head, fd, total_bytes, covered, provides)
+    def _take_copy(
+        self, reservation: int, arrival: Arrival, owner: Owner, anchors: tuple[Anchor, ...]
+    ) -> tuple[Record, bool]:  # fmt: skip
+        """`_take` of a copy, unless the record is there already. The copy counts from before it is
+        made."""
+        with self._index.changed:
+            known = self._index.records.get(arrival.header.id)
+            copying = None
+            if known is None or known.packed:
+                parent, uid = self._index.records.get(arrival.header.parent), self._uid(arrival.header.namespace, owner)
+                self._warm.ledger.use(reservation, arrival.total_bytes)
+                self._warm.make_room(arrival.total_bytes, parent, uid=uid)
+                copying = _Copying(self._warm, uid, arrival.total_bytes)
+        if copying is None:
+            return self._take(reservation, arrival, owner, anchors)
+        own = -1
+        try:
+            self._warm.reap()
+            copied = arrival.copied()
+            own = copied.fd
+            self._options.faults.reached("save.copied")
+            return self._take(0, copied, owner, anchors, copying)
+        except OSError as exc:
+            raise StoreError(f"the upload could not be copied: {exc}") from exc
+        finally:
+            if own >= 0:
+                os.close(own)
+            with self._index.changed:
+                copying.give_back()
 
     def _take(
-        self, request: m.Commit, arrival: _Arrival, owner: Owner, anchors: tuple[Anchor, ...]
+        self, reservation: int, arrival: Arrival, owner: Owner, anchors: tuple[Anchor, ...], copying: _Copying | None = None,
+        *, twice: bool = False,
     ) -> tuple[Record, bool]:  # fmt: skip
         with self._index.changed:
             parent, tokens, attachments = self._whole(arrival)
-        self._check_id(arrival, tokens, attachments)
+        arrival.check_id(tokens, attachments)
         header_id = arrival.header.id
         _check_positions(anchors, arrival.end, attachments)
         with self._index.changed:
@@ -218,9 +219,14 @@ class Intake:
             if known is None:
                 if parent is not None and parent.gone:
                     raise OfferAgain("what the save builds on was evicted meanwhile")
-                self._refuse_twice(arrival, tokens, attachments)
-                self._warm.ledger.use(request.reservation, arrival.total_bytes)
-                self._warm.make_room(arrival.total_bytes, parent)
+                if not twice:
+                    self._refuse_twice(arrival, tokens, attachments)
+                self._warm.ledger.use(reservation, arrival.total_bytes)
+                self._await_disk(arrival.total_bytes)
+                room.for_tokens(self._index, self._warm, self._writer, arrival.tokens, self._options.max_tokens, parent)
+                if copying is not None:
+                    copying.give_back()
+                self._warm.make_room(arrival.total_bytes, parent, uid=self._uid(arrival.header.namespace, owner))
                 # Making room may have waited: somebody else may have saved or dropped the same.
                 known = self._known(arrival, tokens, attachments)
             if known is not None:
@@ -239,20 +245,36 @@ class Intake:
             self._index.changed.notify_all()
             return record, False
 
+    def _await_disk(self, total_bytes: int) -> None:
+        """Wait until so many bytes more may wait for the disk; lock held, given up meanwhile. One
+        record may always. Raises Busy where the disk does not follow."""
+        limit = self._options.max_dirty_bytes
+        if self._writer is None or limit is None:
+            return
+
+        def fits() -> bool:
+            return not self._index.dirty_bytes or self._index.dirty_bytes + total_bytes <= limit or self._warm.closing
+
+        if not self._index.changed.wait_for(fits, self._options.busy_timeout_s):
+            raise Busy(f"{self._index.dirty_bytes} bytes wait for the disk, {limit} may")
+
+    def _uid(self, key: NamespaceKey, owner: Owner) -> int:
+        """Whose share of the budget a namespace takes; lock held."""
+        namespace = self._index.namespaces.get(key)
+        return owner.uid if namespace is None else namespace.owner_uid
+
     def _admit(
-        self, arrival: _Arrival, owner: Owner, parent: Record | None, tokens: bytes, attachments: tuple[Attachment, ...]
+        self, arrival: Arrival, owner: Owner, parent: Record | None, tokens: bytes, attachments: tuple[Attachment, ...]
     ) -> Record:
         header = arrival.header
-        try:
-            own = fcntl.fcntl(arrival.fd, fcntl.F_DUPFD_CLOEXEC, 0)
-        except OSError as exc:
-            raise DescriptorLimit("no descriptor left to keep the record") from exc
+        own = arrivals.duplicate(arrival.fd)
         namespace = self._index.namespaces.get(header.namespace)
         if namespace is None:
-            namespace = Namespace(header.namespace, owner.uid, owner.share, owner.identity, time.time_ns())
+            namespace = Namespace(header.namespace, owner.uid, owner.share, owner.identity, self._options.clock.wall_ns())
         record = Record(
             header.id, namespace, header.lineage, arrival.start, arrival.end, arrival.total_bytes, arrival.head.payload_bytes,
             header.created_ns, header.writer, coverage=arrival.coverage, provides=arrival.provides,
+            prefill_us=arrival.prefill_us,
         )  # fmt: skip
         self._index.add(record, parent, tokens, attachments)
         self._warm.admit(record, own)
@@ -261,7 +283,7 @@ class Intake:
         self.received_bytes += arrival.total_bytes
         return record
 
-    def _whole(self, arrival: _Arrival) -> tuple[Record | None, bytes, tuple[Attachment, ...]]:
+    def _whole(self, arrival: Arrival) -> tuple[Record | None, bytes, tuple[Attachment, ...]]:
         """The segment a container builds on, and all tokens and attachments up to its end."""
         header = arrival.header
         if isinstance(header, SegmentHeader) and header.start == 0:
@@ -287,19 +309,7 @@ class Intake:
             raise FormatError(f"a state at {arrival.start} names other attachments than what it builds on")
         return parent, tokens, attachments
 
-    @staticmethod
-    def _check_id(arrival: _Arrival, tokens: bytes, attachments: tuple[Attachment, ...]) -> None:
-        header = arrival.header
-        whole = np.frombuffer(tokens, "<u4")
-        covered = coverage(header.planes)
-        if isinstance(header, SegmentHeader):
-            expected = ids.segment_id(header.namespace, header.lineage, header.start, covered, attachments, whole)
-        else:
-            expected = ids.state_id(header.namespace, header.lineage, covered, attachments, whole)
-        if expected != header.id:
-            raise FormatError(f"id {header.id.hex()} does not name what the container holds, expected {expected.hex()}")
-
-    def _known(self, arrival: _Arrival, tokens: bytes, attachments: tuple[Attachment, ...]) -> Record | None:
+    def _known(self, arrival: Arrival, tokens: bytes, attachments: tuple[Attachment, ...]) -> Record | None:
         """A record that already holds all that would arrive."""
         header = arrival.header
         same = self._index.records.get(header.id)
@@ -312,7 +322,7 @@ class Intake:
             return path.covering(header.end) if path.holds(arrival.coverage.extents) and path.held() >= header.end else None
         return path.providing(header.position, arrival.provides)
 
-    def _refuse_twice(self, arrival: _Arrival, tokens: bytes, attachments: tuple[Attachment, ...]) -> None:
+    def _refuse_twice(self, arrival: Arrival, tokens: bytes, attachments: tuple[Attachment, ...]) -> None:
         """OfferAgain where somebody else saved a good part of these rows since they were offered:
         rows are stored once, and what is left to send is less."""
         header = arrival.header

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from warmkv.kvstore.store import cgroup
 from warmkv.kvstore.store.clock import Clock
 from warmkv.kvstore.store.faults import NO_FAULTS, Faults
 from warmkv.schema.errors import BudgetError
@@ -24,7 +24,6 @@ POLICIES = ("lru", "gdsf")
 DEFAULT_TOKENS = 1 << 27
 #: Descriptors left to connections, LMDB and the rest of the process.
 SPARE_DESCRIPTORS = 64
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +113,7 @@ class StoreOptions:
 
 def default_warm_bytes() -> int:
     """A quarter of the machine's memory, or of the cgroup's limit where that is lower."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in _CGROUP_LIMITS:
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            total = min(total, int(text))
-    return total // 4
+    return cgroup.warm_budget(None, cgroup.limit_bytes(), cgroup.machine_bytes())
 
 
 def default_cold_bytes(path: Path) -> int:

@@ -67,6 +67,12 @@ class Pack:
     def coverage(self) -> Coverage:
         return Coverage(self.extents)
 
+    @property
+    def prefill_us(self) -> int:
+        """What was said of how long its rows took to compute; 0 unless it was of all."""
+        known = [part.record.prefill_us for part in self.parts]
+        return sum(known) if all(known) else 0
+
     def replaces(self, part: Part) -> bool:
         """Whether every row of a part's record is in the packed segment."""
         record = part.record

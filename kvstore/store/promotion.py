@@ -17,6 +17,7 @@ from functools import partial
 from warmkv.kvstore import memfd
 from warmkv.kvstore.store import packing
 from warmkv.kvstore.store.cold import ColdTier
+from warmkv.kvstore.store.faults import NO_FAULTS, Faults
 from warmkv.kvstore.store.index import Cold, Index, Record
 from warmkv.kvstore.store.path import Span
 from warmkv.kvstore.store.warm import WarmTier
@@ -34,7 +35,10 @@ Swap = Callable[[Record, Sequence[Record]], None]
 class Promotion:
     """**Threading:** `promote` and `quarantine` want the index lock free."""
 
-    def __init__(self, index: Index, warm: WarmTier, cold: ColdTier | None, writer: WriteBehind | None) -> None:
+    def __init__(
+        self, index: Index, warm: WarmTier, cold: ColdTier | None, writer: WriteBehind | None, *, faults: Faults = NO_FAULTS
+    ) -> None:
+        self._faults = faults
         self.count = 0
         self.total_bytes = 0
         self.quarantined = 0
@@ -69,7 +73,8 @@ class Promotion:
                 made += self._pack(run, swap)
             except FormatError as exc:
                 return made, str(exc)
-            except StoreError:
+            except (StoreError, OSError) as exc:
+                log.debug("packing ends: %s", exc)
                 break
             finally:
                 self._warm.reap()
@@ -98,8 +103,11 @@ class Promotion:
             pack = packing.plan(run, parent.id if parent is not None else ROOT, tokens, attachments)
             if self._reserve_pack(pack):
                 fd = self._write_pack(pack)
+                self._faults.reached("pack.written")
         finally:
             admitted = self._publish_pack(run, pack, fd, swap)
+        if admitted:
+            self._faults.reached("pack.done")
         if admitted and from_disk:
             self._note_speed(pack.total_bytes, time.monotonic() - began)
         return pack.total_bytes if admitted else 0
@@ -110,11 +118,13 @@ class Promotion:
             if pack.header.id in self._index.records:
                 return False
             # Segments from memory are packed if it can be had at once: they are of use as they are.
-            self._warm.make_room(pack.total_bytes, pack.parts[-1].record, wait=not pack.parts[-1].record.warm)
-            self._warm.ledger.promoting_bytes += pack.total_bytes
-            self._warm.ledger.promoting_entries += 1
-            self._warm.ledger.note_peak()
+            last = pack.parts[-1].record
+            self._warm.make_room(pack.total_bytes, last, wait=not last.warm, uid=last.namespace.owner_uid)
+            self._warm.ledger.promote(last.namespace.owner_uid, pack.total_bytes)
             pack.reserved = True
+        # What gave way is let go of before its memory is taken again.
+        self._warm.reap()
+        self._faults.reached("pack.reserved")
         return True
 
     def _write_pack(self, pack: packing.Pack) -> int:
@@ -156,8 +166,7 @@ class Promotion:
         admitted = False
         with self._index.changed:
             if pack is not None and pack.reserved:
-                self._warm.ledger.promoting_bytes -= pack.total_bytes
-                self._warm.ledger.promoting_entries -= 1
+                self._warm.ledger.promote(run[0].namespace.owner_uid, -pack.total_bytes)
                 gone = any(record.gone for record in run) or pack.header.id in self._index.records
                 admitted = fd >= 0 and not gone and not self._warm.closing
             if admitted and pack is not None:
@@ -177,8 +186,9 @@ class Promotion:
         first, header = pack.parts[0].record, pack.header
         made = Record(
             header.id, first.namespace, header.lineage, header.start, header.end, pack.total_bytes, pack.payload_bytes,
-            header.created_ns, header.writer, coverage=pack.coverage, packed=True,
+            header.created_ns, header.writer, coverage=pack.coverage, packed=True, prefill_us=pack.prefill_us,
         )  # fmt: skip
+        made.hits = max(part.record.hits for part in pack.parts)
         made.pinned_until_ns = max(part.record.pinned_until_ns for part in pack.parts)
         self._index.add(made, first.parent, pack.tokens, pack.attachments)
         self._warm.admit(made, fd)
@@ -211,39 +221,43 @@ class Promotion:
                 self._index.changed.wait()
             record.promotion = self
             try:
-                self._warm.make_room(record.total_bytes)
+                self._warm.make_room(record.total_bytes, uid=record.namespace.owner_uid)
                 if record.gone:
                     raise OfferAgain("the record was dropped while room was made for it")
             except BaseException:
                 self._finish(record)
                 raise
-            self._warm.ledger.promoting_bytes += record.total_bytes
-            self._warm.ledger.promoting_entries += 1
-            self._warm.ledger.note_peak()
+            self._warm.ledger.promote(record.namespace.owner_uid, record.total_bytes)
         return self._cold
 
     def _copy(self, record: Record, cold: ColdTier) -> int:
         fd = -1
         started = time.monotonic()
         try:
+            self._faults.reached("promote.reserved")
             fd = cold.load(record.id, record.total_bytes)
+            self._faults.reached("promote.copied")
         except FormatError as exc:
             self._publish(record, -1)
             self.quarantine(record, str(exc))
             raise
-        except BaseException:
+        except BaseException as exc:
+            if fd >= 0:
+                os.close(fd)
             self._publish(record, -1)
+            if isinstance(exc, OSError):
+                raise StoreError(f"the record could not be read from disk: {exc}") from exc
             raise
         self._note_speed(record.total_bytes, time.monotonic() - started)
         if not self._publish(record, fd):
             raise OfferAgain("the record was dropped while it was promoted")
+        self._faults.reached("promote.done")
         return record.total_bytes
 
     def _publish(self, record: Record, fd: int) -> bool:
         """Give back the promotion's budget and, unless record or store are gone, admit ``fd``."""
         with self._index.changed:
-            self._warm.ledger.promoting_bytes -= record.total_bytes
-            self._warm.ledger.promoting_entries -= 1
+            self._warm.ledger.promote(record.namespace.owner_uid, -record.total_bytes)
             admitted = fd >= 0 and not record.gone and not self._warm.closing
             if admitted:
                 self._warm.admit(record, fd)

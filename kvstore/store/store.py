@@ -17,7 +17,7 @@ class Store(Verbs):
     the child must open its own (and cannot while the parent holds the lock)."""
 
     def __init__(self, engine: Engine, *, share: str = "") -> None:
-        super().__init__(engine.session(os.getuid()), share=share)
+        super().__init__(engine.session(os.getuid(), every_share=True), share=share)
         self._engine = engine
         self._pid = os.getpid()
 

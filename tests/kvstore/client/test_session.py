@@ -14,7 +14,7 @@ import pytest
 
 from warmkv.daemon.testing import PATIENCE_S, ServedEngine, eventually
 from warmkv.kvstore.client.connection import Connection
-from warmkv.kvstore.client.pool import KEEP
+from warmkv.kvstore.client.pool import KEEP, KEEP_RESERVED
 from warmkv.kvstore.client.session import RemoteSession
 from warmkv.kvstore.store.engine import Engine
 from warmkv.schema import errors
@@ -467,6 +467,20 @@ def test_an_upload_that_is_refused_frees_its_connection(scripted: Scripted, sess
                 else:
                     session.annotate(m.Annotate(KEY, KEY, TOKENS, reservation=offered.reservation))
         assert daemon.connections == 1
+        session.close()
+
+
+def test_offers_without_an_upload_keep_few_connections(scripted: Scripted, session: RemoteSession) -> None:
+    """Each waits a minute for its upload: an agent that only asks would soon have all of the daemon's."""
+    with scripted(serve) as daemon:
+        grant = session.acquire(acquire())
+        for _ in range(3 * KEEP_RESERVED):
+            offered = session.offer(offer())
+        idle = session._pool._idle
+        assert len([item for item in idle if item.reserved and not item.leases]) <= KEEP_RESERVED < daemon.connections
+        assert any(item.reservation == offered.reservation for item in idle), "the latest is kept"
+        assert sum(len(item.leases) for item in idle) == 1, "what is leased is kept"
+        grant.release()
         session.close()
 
 

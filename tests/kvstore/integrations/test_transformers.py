@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
+from warmkv.kvstore.admission import Admission
 from warmkv.kvstore.integrations.hf_cache import cache_length, forward_argument, new_cache, to_rows
 from warmkv.kvstore.integrations.transformers import Generated, PromptCache
 from warmkv.kvstore.store import Store, open_store
@@ -472,6 +473,14 @@ def test_streaming_sees_the_tokens_before_anything_is_saved(
     monkeypatch.setattr(store, "save_async", lambda *a, **k: events.append("save") or save_async(*a, **k))
     got = answer(PromptCache(model, tokenizer, store), prompt, streamer=Recorder())
     assert events == [prompt, *([token] for token in got.new_ids), "end", "save"]
+
+
+def test_the_store_is_told_what_computing_a_prompt_takes(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, store: Store, prompt: list[int]
+) -> None:
+    result = answer(PromptCache(model, tokenizer, store, admission=Admission(prefill_tps=50.0)), prompt)
+    told_us = sum(record.prefill_us for record in store.engine.index.records.values())
+    assert told_us == result.saved.result().held / 50.0 * 1e6 > 0
 
 
 @pytest.mark.parametrize("ack", ["memory", "disk"])

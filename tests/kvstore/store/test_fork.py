@@ -185,10 +185,10 @@ def test_queued_saves_stay_with_the_parent(
     begun, go_on = threading.Event(), threading.Event()
     commit = store.engine.intake.commit
 
-    def waiting(*arguments: Any) -> Any:
+    def waiting(*arguments: Any, **options: Any) -> Any:
         begun.set()
         assert go_on.wait(PATIENCE_S)
-        return commit(*arguments)
+        return commit(*arguments, **options)
 
     monkeypatch.setattr(store.engine.intake, "commit", waiting)
     futures = [store.save_async(identity, TOKENS[:n], model_rows(identity, TOKENS[:n])) for n in (3, 6, 9)]

@@ -19,10 +19,11 @@ import lmdb
 import pytest
 
 import warmkv
-from warmkv.kvstore.store import Store, environment
+from warmkv.kvstore.store import Store, lmdb_map
 from warmkv.kvstore.store.check import check
 from warmkv.kvstore.store.cold import ColdTier
-from warmkv.kvstore.store.environment import Environment
+from warmkv.kvstore.store.cold_deletions import ColdDeletions
+from warmkv.kvstore.store.folder import Folder
 from warmkv.kvstore.testing import assert_rows, check_restore, random_identity, random_rows, save
 from warmkv.schema.errors import ColdFull, StoreError
 from warmkv.schema.identity import Identity
@@ -234,7 +235,8 @@ def test_a_map_smaller_than_the_budget_refuses_and_recovers(
     open_store_with: OpenStore, wide: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LMDB itself says that the map is full, which the budget should have prevented."""
-    monkeypatch.setattr(environment, "FILL", 10.0)
+    monkeypatch.setattr(lmdb_map, "FILL", 10.0)
+    monkeypatch.setattr(lmdb_map, "RUNS_BYTES", 4 * MIB)
     store = open_store_with(True, cold_bytes=40 * MIB)
     rng = random.Random(3)
     with pytest.raises(ColdFull, match="MAP_FULL"):
@@ -255,7 +257,7 @@ def test_chunks_of_a_save_that_failed_halfway_do_not_stay(
     open_store_with: OpenStore, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A record of several transactions, of which the disk takes only the first."""
-    monkeypatch.setattr("warmkv.kvstore.store.cold.TRANSACTION_BYTES", 4 * MIB)
+    monkeypatch.setattr("warmkv.kvstore.store.cold_writes.TRANSACTION_BYTES", 4 * MIB)
     identity = random_identity(1, 1, 1 << 18)
     path = small_disk / "store"
     store = open_store_with(path, cold_bytes=38 * MIB, warm_bytes=128 * MIB)
@@ -263,7 +265,7 @@ def test_chunks_of_a_save_that_failed_halfway_do_not_stay(
     take_the_rest(small_disk, 14 * MIB)
     with pytest.raises(ColdFull):
         store.save(identity, ids(2, 11), random_rows(identity, 11), ack="disk")
-    assert isinstance(store.engine.cold, ColdTier) and not store.engine.cold._leftover
+    assert isinstance(store.engine.cold, ColdTier) and not store.engine.cold._deletions.leftover
     assert save(store, identity, ids(3, 4), ack="disk").durable
     kept = {record.id for record in store.engine.index.records.values() if record.start == 0 and record in stored(store)}
     store.close()
@@ -285,19 +287,19 @@ def test_a_deletion_that_finds_no_room_uses_the_reserve(
     reserve = store.engine.options.path / "store.reserve"
     held = reserve.stat().st_size
     assert held > 0
-    remove = ColdTier._remove_metadata
+    remove = ColdDeletions._remove_metadata
     sizes: list[int] = []
 
-    def refuse(tier: ColdTier, batch: list[RecordId]) -> None:
+    def refuse(tier: ColdDeletions, batch: list[RecordId]) -> None:
         sizes.append(len(batch))
         if reserve.stat().st_size:
             raise lmdb.Error("no space left on device")
         remove(tier, batch)
 
-    monkeypatch.setattr(ColdTier, "_remove_metadata", refuse)
+    monkeypatch.setattr(ColdDeletions, "_remove_metadata", refuse)
     assert store.clear().records == 2
     assert sizes[-1] == 1 and reserve.stat().st_size == held
-    monkeypatch.setattr(Environment, "release_reserve", lambda self: False)
+    monkeypatch.setattr(Folder, "release_reserve", lambda self: False)
     save(store, identity, ids(3, 10), ack="disk")
     with pytest.raises(StoreError):
         store.clear()

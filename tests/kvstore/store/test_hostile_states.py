@@ -32,7 +32,7 @@ from warmkv.kvstore.testing.samples import (
 from warmkv.schema import ids as naming
 from warmkv.schema import messages as m
 from warmkv.schema import segment as container
-from warmkv.schema.errors import DigestError, FormatError, OfferAgain, RemoteProtocolError, TooLarge, WarmKVError
+from warmkv.schema.errors import DigestError, FormatError, OfferAgain, TooLarge, WarmKVError
 from warmkv.schema.identity import Identity, PlaneRole
 from warmkv.schema.records import (
     CLEAN,
@@ -460,7 +460,7 @@ def test_containers_beyond_the_budget_are_refused_whatever_was_reserved(arena: A
         arena.reserve(arena.session, total_bytes=BUDGET + 1)
     reservation = arena.reserve(arena.session)
     fd = arena.sealed(bytes(BUDGET + 1))
-    with pytest.raises(RemoteProtocolError):
+    with pytest.raises(TooLarge):
         arena.session.commit(arena.request(reservation=reservation, more=True), fd)
     assert arena.reserved_bytes == 0 and check(arena.engine) == []
     goes_on(arena)

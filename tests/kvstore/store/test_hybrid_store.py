@@ -98,7 +98,7 @@ def test_a_state_may_go_while_its_rows_stay(open_store_with: OpenStore) -> None:
 
 def test_states_go_before_the_rows_they_lie_on(open_store_with: OpenStore) -> None:
     """Under pressure what is given up first is the state nobody comes back to."""
-    store, identity = open_store_with(warm_bytes=90 * KIB), mixed_identity(FULL, RECURRENT)
+    store, identity = open_store_with(warm_bytes=100 * KIB), mixed_identity(FULL, RECURRENT)
     for length in range(5, 41, 5):
         save(store, identity, LONG[:length])
     assert store.engine.warm.evictions and len(records(store, states=False)) == 8

@@ -165,7 +165,7 @@ def test_failing_saves_and_restores_give_every_descriptor_back(
 
 def test_threads_that_come_and_go_leave_no_reader_slot(open_store_with: OpenStore, wide: Identity) -> None:
     """LMDB ties a slot to a thread; readers here are as many as threads at once, not as ever were."""
-    store = open_store_with(True, warm_bytes=60 * KIB)
+    store = open_store_with(True, warm_bytes=72 * KIB)
     for seed in range(4):
         save(store, wide, [seed, *range(20)], ack="disk")
 

@@ -395,7 +395,7 @@ def test_what_is_forgotten_goes_with_its_packed_copy(open_store_with: OpenStore,
 
 def test_pins_keep_what_they_were_given_for_and_no_more(open_store_with: OpenStore, identity: Identity, wide: Identity) -> None:
     for path in (None, True):
-        store = open_store_with(path, warm_bytes=3 * MIB, busy_timeout_s=0.05)
+        store = open_store_with(path, warm_bytes=3 * MIB, busy_timeout_s=0.05, policy="lru")
         ids = talk(store, identity, 70)
         assert store.pin(identity, ids[:20], 3600) == 20
         if path:

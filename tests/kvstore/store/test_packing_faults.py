@@ -24,6 +24,7 @@ from warmkv.kvstore.restored import Restored
 from warmkv.kvstore.store import Store, packing
 from warmkv.kvstore.store.check import check
 from warmkv.kvstore.store.cold import ColdTier
+from warmkv.kvstore.store.cold_reads import ColdReads
 from warmkv.kvstore.store.index import Cold, Record
 from warmkv.kvstore.testing import assert_rows, check_restore, model_rows, save
 from warmkv.schema import ids as naming
@@ -664,7 +665,7 @@ def test_nothing_slow_is_done_under_the_index_lock(
 
     slow = {
         memfd: ("create", "write", "seal", "map_private"), container: ("payload_digests", "encode_head", "decode_head"),
-        naming: ("segment_id",), ColdTier: ("read", "load", "_chunk"), packing.Packer: ("place", "finish"),
+        naming: ("segment_id",), ColdTier: ("read", "load"), ColdReads: ("_chunk",), packing.Packer: ("place", "finish"),
     }  # fmt: skip
     for owner, names in slow.items():
         for name in names:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from warmkv.kvstore.restored import Restored
-from warmkv.kvstore.store import Store
+from warmkv.kvstore.store import Store, arrivals
 from warmkv.kvstore.store.check import check
 from warmkv.kvstore.store.cold import ColdTier
 from warmkv.kvstore.testing import assert_rows, model_rows, save
@@ -99,7 +99,8 @@ def test_twenty_readers_of_a_cold_chain_read_each_segment_once(open_store_with: 
 
     copied = [task.outcome() for task in [Task(read) for _ in range(20)]]
     assert len(gate.ids) == len(set(gate.ids)) == len(lengths)
-    assert sum(copied) == store.engine.warm.ledger.resident_bytes and sum(map(bool, copied)) == 1
+    ledger = store.engine.warm.ledger
+    assert ledger.paged(sum(copied)) == ledger.resident_bytes and sum(map(bool, copied)) == 1
     count, total_bytes = promotions(store)
     assert count == 1
     with store.engine.index.changed:
@@ -370,15 +371,15 @@ def test_save_that_meets_the_end_of_the_store_is_refused_not_lost(
     store = open_store_with(True)
     save(store, wide, ids(1))
     checked, go_on = threading.Event(), threading.Event()
-    check_container = store.engine.intake._check_container
+    check = arrivals.check
 
     def slow(*arguments: Any) -> Any:
-        head = check_container(*arguments)
+        head = check(*arguments)
         checked.set()
         assert go_on.wait(PATIENCE_S)
         return head
 
-    monkeypatch.setattr(store.engine.intake, "_check_container", slow)
+    monkeypatch.setattr(arrivals, "check", slow)
     saving = Task(lambda: save(store, wide, ids(2)))
     assert checked.wait(PATIENCE_S)
     store.engine.close()
@@ -441,8 +442,8 @@ def test_room_made_for_a_promotion_that_is_given_up_is_given_back(
         save(store, wide, ids(seed), ack="disk")
     before, make_room = descriptors(), store.engine.warm.make_room
 
-    def in_vain(wanted_bytes: int) -> None:
-        make_room(wanted_bytes)
+    def in_vain(wanted_bytes: int, **options: int) -> None:
+        make_room(wanted_bytes, **options)
         raise Busy("somebody was faster")
 
     monkeypatch.setattr(store.engine.warm, "make_room", in_vain)

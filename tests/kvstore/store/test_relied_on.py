@@ -65,7 +65,7 @@ def test_the_segment_with_all_rows_is_built_on_before_one_with_a_window(open_sto
 
 def test_what_an_offer_reports_as_held_is_not_evicted_for_its_room(open_store_with: OpenStore) -> None:
     ids = list(range(200, 208))
-    store = open_store_with(warm_bytes=40 << 10)
+    store = open_store_with(warm_bytes=44 << 10)
     save(store, HYBRID, ids)
     save(store, HYBRID, [900] * 8)
     try:

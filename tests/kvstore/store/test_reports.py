@@ -102,7 +102,7 @@ def test_problems_are_told_to_the_user_the_store_belongs_to(
     store = open_store_with()
     saved = save(store, identity, TOKENS)
     assert saved.id is not None
-    monkeypatch.setattr("warmkv.kvstore.store.reports.check", lambda engine: [f"{saved.id.hex()} is odd"])
+    monkeypatch.setattr("warmkv.kvstore.store.reports.checking.check", lambda engine: [f"{saved.id.hex()} is odd"])
     assert told(store.engine.session(os.geteuid()), "verify")["problems"] == [f"{saved.id.hex()} is odd"]
     assert told(store.engine.session(STRANGER), "verify")["problems"] == []
 
