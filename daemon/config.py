@@ -12,10 +12,11 @@ import os
 import pwd
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from warmkv.daemon import activation, watchdog
 from warmkv.kvstore.paths import default_config_path, default_socket_path, default_store_path
 from warmkv.kvstore.store.options import DEFAULT_TOKENS, MIB, POLICIES, Share
 from warmkv.schema.errors import ConfigError
@@ -25,6 +26,10 @@ MAX_BYTES = 1 << 60
 MAX_SECONDS = 366 * 86400.0
 MAX_SHARES = 256
 MAX_SHARE_CHARACTERS = 64
+#: Of a value that is refused, in characters.
+MAX_SHOWN = 200
+#: Descriptors the units of systemd/ let the manager keep; newer ones say the number themselves.
+FD_STORE_MAX = 4096
 _FLAGS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _UNITS = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -42,8 +47,12 @@ class Config:
     ``allow_uids``, and members of ``allow_gids``, may connect besides the daemon's own uid;
     ``socket_gid`` owns the socket, which its members may then open (-1: nobody else). ``shares`` are
     declared namespaces. ``pressure`` shrinks memory when the machine runs short of it; ``spool`` is a
-    folder whose files are imported (None: none). ``notify_socket`` is where a service manager awaits
-    readiness, or empty. ``unknown_variables`` names WARMKV_* variables nothing reads."""
+    folder whose files are imported (None: none). What a service manager said: ``notify_socket`` is
+    where it awaits readiness, or empty; within every ``watchdog_s`` it wants a sign of life (0: none);
+    ``inherited`` are descriptors it passed, at most ``fd_store_max`` of which it keeps.
+    ``unknown_variables`` names WARMKV_* variables nothing reads. Where ``pressure_watch`` becomes
+    readable, once ``pressure_write`` (base64) was written to it, memory is short. ``given`` and
+    ``named`` are the options and the file it was loaded with."""
 
     socket: Path
     store: Path
@@ -82,7 +91,14 @@ class Config:
     log_level: str = "info"
     source: Path | None = None
     notify_socket: str = ""
+    watchdog_s: float = 0.0
+    inherited: tuple[activation.Inherited, ...] = ()
+    fd_store_max: int = FD_STORE_MAX
     unknown_variables: tuple[str, ...] = ()
+    pressure_watch: str = ""
+    pressure_write: str = ""
+    given: Mapping[str, object] = field(default_factory=dict, repr=False, compare=False)
+    named: Path | None = field(default=None, compare=False)
 
 
 def parse_size(value: object) -> int:
@@ -252,6 +268,10 @@ SETTINGS: dict[str, Callable[[object], object]] = {
 }
 #: Variables that belong to the client, to the search for the file, or to shell completion.
 _OTHER_VARIABLES = frozenset({"WARMKV_DISABLE", "WARMKV_CONFIG"})
+_MANAGER_VARIABLES = (
+    "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "FDSTORE",
+    "MEMORY_PRESSURE_WATCH", "MEMORY_PRESSURE_WRITE",
+)  # fmt: skip
 
 
 def variable(name: str) -> str:
@@ -275,15 +295,56 @@ def load(flags: Mapping[str, object], config: Path | None = None, environ: Mappi
             values[name] = _parsed(parse, table[name], f"key {name} of {source}")
     known = {variable(name) for name in SETTINGS} | _OTHER_VARIABLES
     unknown = tuple(sorted(name for name in env if name.startswith("WARMKV_") and name not in known))
-    notify = env.get("NOTIFY_SOCKET", "")
-    return Config(**values, source=source, notify_socket=notify, unknown_variables=unknown)  # type: ignore[arg-type]
+    how = {"source": source, "given": dict(flags), "named": config}
+    return Config(**values, **_manager(env), **how, unknown_variables=unknown)  # type: ignore[arg-type]
+
+
+def again(config: Config) -> Config:
+    """The configuration as it is now, from the same places. Raises ConfigError."""
+    return load(config.given, config.named)
+
+
+def file_of(config: Config) -> Path:
+    """The file that a configuration comes from, or would if it existed."""
+    return config.source or config.named or default_config_path()
+
+
+def forget_manager(environ: MutableMapping[str, str] | None = None) -> None:
+    """Take what a service manager said to this process out of the environment, so that no child
+    takes it for its own."""
+    env = os.environ if environ is None else environ
+    for name in _MANAGER_VARIABLES:
+        env.pop(name, None)
+
+
+def _manager(env: Mapping[str, str]) -> dict[str, object]:
+    """What a service manager said to this process."""
+    pid = os.getpid()
+    told = {name: env.get(name, "") for name in _MANAGER_VARIABLES}
+    return {
+        "notify_socket": told["NOTIFY_SOCKET"],
+        "watchdog_s": watchdog.interval_s(told["WATCHDOG_USEC"], told["WATCHDOG_PID"], pid),
+        "inherited": activation.inherited(told["LISTEN_FDS"], told["LISTEN_PID"], told["LISTEN_FDNAMES"], pid),
+        "fd_store_max": int(told["FDSTORE"]) if told["FDSTORE"].isdecimal() else FD_STORE_MAX,
+        "pressure_watch": told["MEMORY_PRESSURE_WATCH"],
+        "pressure_write": told["MEMORY_PRESSURE_WRITE"],
+    }
 
 
 def _parsed(parse: Callable[[object], object], value: object, where: str) -> object:
     try:
         return parse(value)
-    except ValueError as exc:
-        raise ConfigError(f"{where} is {value!r}: {exc}") from exc
+    except (ValueError, OverflowError, RuntimeError) as exc:  # too long for a float, "~" of nobody
+        raise ConfigError(f"{where} is {_shown(value)}: {exc}") from exc
+
+
+def _shown(value: object) -> str:
+    """The value as it was given, or how it begins."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python spells no integer of more than 4300 digits
+        return "a very long number"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _file(config: Path | None, env: Mapping[str, str]) -> tuple[Path | None, dict[str, object]]:
@@ -298,7 +359,7 @@ def _file(config: Path | None, env: Mapping[str, str]) -> tuple[Path | None, dic
         raise ConfigError(f"configuration file {path} does not exist") from exc
     except OSError as exc:
         raise ConfigError(f"configuration file {path} cannot be read: {exc.strerror}") from exc
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+    except (ValueError, RecursionError) as exc:  # undecodable, not TOML, numbers or nesting without end
         raise ConfigError(f"configuration file {path} is not TOML: {exc}") from exc
     unknown = sorted(set(table) - set(SETTINGS))
     if unknown:

@@ -8,14 +8,14 @@ import os
 import select
 import socket
 import threading
-from dataclasses import dataclass
 from typing import Protocol
 
 from warmkv.daemon import logs
-from warmkv.daemon.session import Limits, Peer, PeerSession, refuse
-from warmkv.kvstore.channel import Channel, Deadline, peer_credentials
+from warmkv.daemon.peer import Admission, Peer
+from warmkv.daemon.session import Limits, PeerSession, refuse
+from warmkv.kvstore.channel import Channel, Deadline
 from warmkv.kvstore.session import Session
-from warmkv.schema.errors import Busy, DescriptorLimit, PeerRefused, WarmKVError
+from warmkv.schema.errors import Busy, DescriptorLimit, WarmKVError
 
 log = logging.getLogger("warmkv.daemon.server")
 OUT_OF_DESCRIPTORS_PAUSE_MS = 50
@@ -27,17 +27,9 @@ class Engine(Protocol):
     @property
     def epoch(self) -> int: ...
 
-    def session(self, uid: int) -> Session: ...
+    def session(self, uid: int, foreign: bool = ..., gids: frozenset[int] = ...) -> Session: ...
 
     def interrupt(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """Who may connect, and how many at once."""
-
-    uids: frozenset[int]
-    max_connections: int
 
 
 class Server:
@@ -48,11 +40,15 @@ class Server:
     def __init__(self, listening: socket.socket, engine: Engine, admission: Admission, limits: Limits) -> None:
         self._listening = listening
         self._engine = engine
-        self._admission = admission
-        self._limits = limits
+        #: For connections from now on: who is being served already stays, as it is.
+        self.admission = admission
+        self.limits = limits
         self._lock = threading.Lock()
         self._serving: dict[threading.Thread, PeerSession] = {}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        #: Written by `knock`, read by the accept loop, which counts.
+        self._door = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.answers = 0
         #: Given up for a moment when no descriptor is left, so that a peer can be told so.
         self._spare = _spare_descriptor()
 
@@ -65,7 +61,7 @@ class Server:
         """Accept until `stop` was called. ``signals`` is the descriptor on which signals show, see
         `signal.set_wakeup_fd`, -1: none."""
         poll = select.poll()
-        for fd in (self._listening.fileno(), self._wake, signals):
+        for fd in (self._listening.fileno(), self._wake, self._door, signals):
             if fd >= 0:
                 poll.register(fd, select.POLLIN)
         while True:
@@ -74,6 +70,9 @@ class Server:
                 os.read(signals, 512)  # their handlers have run by now
             if self._wake in ready:
                 return
+            if self._door in ready:
+                os.eventfd_read(self._door)
+                self.answers += 1
             try:
                 sock, _ = self._listening.accept()
             except BlockingIOError:
@@ -88,6 +87,11 @@ class Server:
         if self._wake >= 0:
             os.eventfd_write(self._wake, 1)
 
+    def knock(self) -> None:
+        """Have the accept loop count one up in ``answers``: proof that it is not stuck."""
+        if self._door >= 0:
+            os.eventfd_write(self._door, 1)
+
     def close(self, timeout_s: float) -> bool:
         """End all connections: requests being served are answered if they are done in
         ``timeout_s``, then their peers are cut off. Whether every thread ended."""
@@ -101,10 +105,10 @@ class Server:
         done = self._join(Deadline(1.0))
         if not done:
             log.warning("%d connections did not end in time", self.connections)
-        for fd in (self._wake, self._spare):
+        for fd in (self._wake, self._door, self._spare):
             if fd >= 0:
                 os.close(fd)
-        self._wake = self._spare = -1
+        self._wake = self._door = self._spare = -1
         return done
 
     # -- admission -------------------------------------------------------------------------
@@ -114,10 +118,10 @@ class Server:
         it why not."""
         peer = None
         try:
-            pid, uid, _ = peer_credentials(channel.socket)
-            peer = Peer(pid, uid)
-            if uid not in self._admission.uids:
-                raise PeerRefused(f"uid {uid} may not use this daemon")
+            admission = self.admission
+            peer = admission.identify(channel.socket)
+            sessions = self._sessions()  # only this thread adds any
+            admission.require(peer, len(sessions), sum(item.peer.uid == peer.uid for item in sessions))
             self._start(channel, peer)
         except WarmKVError as exc:
             log.warning("%s: turned away: %s", peer, exc)
@@ -127,9 +131,8 @@ class Server:
             refuse(channel, Busy("the daemon could not serve this connection"))
 
     def _start(self, channel: Channel, peer: Peer) -> None:
-        if self.connections >= self._admission.max_connections:  # only this thread adds any
-            raise Busy(f"the daemon serves its {self._admission.max_connections} connections already")
-        session = PeerSession(channel, peer, self._engine.session(peer.uid), self._engine.epoch, self._limits)
+        local = self._engine.session(peer.uid, foreign=peer.foreign, gids=peer.gids)
+        session = PeerSession(channel, peer, local, self._engine.epoch, self.limits)
         thread = threading.Thread(target=self._run, args=(session,), name=f"warmkv-peer-{peer.pid}", daemon=True)
         with self._lock:
             self._serving[thread] = session

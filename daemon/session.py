@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from warmkv.daemon import logs
+from warmkv.daemon.peer import Peer
 from warmkv.kvstore.channel import Channel, Deadline, Frame, close_all
 from warmkv.kvstore.session import Session
 from warmkv.schema import messages as m
@@ -26,14 +27,6 @@ SERVER_NAME = "warmkv python"
 #: A greeting is small; before it nobody has earned a larger buffer.
 HELLO_MAX_BYTES = 4096
 MAX_FAULT_TEXT = 2000
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Who connected, as the kernel says."""
-
-    pid: int
-    uid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +62,6 @@ class PeerSession:
             m.Pin: local.pin,
             m.Forget: local.forget,
             m.Clear: local.clear,
-            m.Report: local.report,
             m.Open: self._open,
             m.Hello: self._welcome,
         }
@@ -158,6 +150,8 @@ class PeerSession:
                     self._leases[lease] = release
         elif isinstance(message, m.Commit):
             reply = self._local.commit(message, frame.fds[0])
+        elif isinstance(message, m.Report):
+            reply = self._local.report(message, frame.fds[0] if frame.fds else -1)
         else:
             reply = self._simple[type(message)](message)
         if log.isEnabledFor(logging.DEBUG):

@@ -9,17 +9,30 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import warmkv
 from warmkv.daemon.listener import Listener
-from warmkv.daemon.server import Admission, Engine, Server
+from warmkv.daemon.peer import Admission
+from warmkv.daemon.server import Engine, Server
 from warmkv.daemon.session import Limits
 
 #: Longer than any start, stop or answer takes on a busy machine; only a hang reaches it.
 PATIENCE_S = 60.0
+#: Puts the descriptors named in its first argument from 3 on, says so to whom it becomes.
+_LAUNCHER = """
+import fcntl, os, sys
+given = [int(number) for number in sys.argv[1].split(",") if number]
+above = [fcntl.fcntl(fd, fcntl.F_DUPFD, 3 + len(given)) for fd in given]
+for number, fd in enumerate(above, 3):
+    os.dup2(fd, number)
+for fd in set(above) | {fd for fd in given if fd >= 3 + len(given)}:
+    os.close(fd)
+os.environ.setdefault("LISTEN_PID", str(os.getpid()))
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 def child_environ(**more: str) -> dict[str, str]:
@@ -61,12 +74,18 @@ class DaemonProcess:
         """Descriptors the daemon has open at this moment."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
-    def start(self, preexec: Callable[[], None] | None = None) -> DaemonProcess:
-        """Raises RuntimeError with the log if the daemon ends instead of getting ready."""
+    def start(self, preexec: Callable[[], None] | None = None, passed: Iterable[tuple[str, int]] = ()) -> DaemonProcess:
+        """``passed`` are named descriptors to hand over as a service manager does. Raises RuntimeError
+        with the log if the daemon ends instead of getting ready."""
         command = [sys.executable, "-m", "warmkv.daemon.cli", "serve", "--json"]
         command += ["--socket", str(self.socket), "--store", str(self.store), *self.arguments]
+        environ, inherited = self._environ, list[int]()
+        if items := list(passed):
+            command, environ, inherited = handing(items, command, environ)
         with open(self.log_path, "ab") as log:
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=self._environ, preexec_fn=preexec)
+            self._process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, env=environ, preexec_fn=preexec, pass_fds=inherited
+            )  # fmt: skip
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], PATIENCE_S)
         line = self._process.stdout.readline() if ready else b""
@@ -101,6 +120,16 @@ class DaemonProcess:
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
         self.kill()
+
+
+def handing(
+    passed: Sequence[tuple[str, int]], command: Sequence[str], environ: Mapping[str, str]
+) -> tuple[list[str], dict[str, str], list[int]]:
+    """A command line that becomes ``command`` with these named descriptors passed to it as by a service
+    manager, the environment for it, and the descriptors it must inherit."""
+    numbers = ",".join(str(fd) for _, fd in passed)
+    told = {"LISTEN_FDS": str(len(passed)), "LISTEN_FDNAMES": ":".join(name for name, _ in passed)}
+    return [sys.executable, "-c", _LAUNCHER, numbers, *command], {**environ, **told}, [fd for _, fd in passed]
 
 
 class ServedEngine:

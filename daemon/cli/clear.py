@@ -15,9 +15,12 @@ from warmkv.schema import messages as m
 @click.option("--namespace", metavar="HEX", help="Drop this namespace; its key, or the beginning of it.")
 @click.option("--all", "everything", is_flag=True, help="Drop everything you stored.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
+@command.store_option
 @command.common
-def clear(as_json: bool, socket: Path | None, namespace: str | None, everything: bool, yes: bool) -> int:
-    """Drop a namespace, or all of yours, from both tiers.
+def clear(
+    as_json: bool, socket: Path | None, store: Path | None, namespace: str | None, everything: bool, yes: bool
+) -> int:  # fmt: skip
+    """Drop a namespace, or all of yours, from both tiers. A shared one is dropped by its key only.
 
     Asks first, unless --yes is given; where nobody can be asked, --yes is required. Programs that
     use dropped state at this moment keep it. Exit status 4 when there is no such namespace.
@@ -31,7 +34,7 @@ def clear(as_json: bool, socket: Path | None, namespace: str | None, everything:
         raise click.UsageError("exactly one of --namespace HEX and --all is needed")
     if not yes and (as_json or not sys.stdin.isatty()):
         raise click.UsageError("nobody can be asked here; give --yes")
-    with command.daemon(socket) as session:
+    with command.daemon_or_store(socket, store, command.LONG_TIMEOUT_S) as session:
         key = b"" if namespace is None else bytes(command.namespace_key(session, namespace))
         if not yes:
             what = f"namespace {key.hex()}" if key else "everything you stored"

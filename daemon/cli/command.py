@@ -54,8 +54,11 @@ def daemon(given: Path | None, timeout_s: float = TIMEOUT_S) -> Iterator[RemoteS
 
 
 @contextmanager
-def daemon_or_store(given: Path | None, store: Path | None, timeout_s: float = TIMEOUT_S) -> Iterator[Session]:
-    """A session with the daemon, or with the store at ``store`` opened in this process.
+def daemon_or_store(
+    given: Path | None, store: Path | None, timeout_s: float = TIMEOUT_S, *, warm_bytes: int | None = 0
+) -> Iterator[Session]:  # fmt: skip
+    """A session with the daemon, or with the store at ``store`` opened in this process, where
+    ``warm_bytes`` of memory may be used (None: as much as by default).
 
     Raises DaemonUnavailable, StoreInUse, StoreError."""
     if store is None:
@@ -70,9 +73,9 @@ def daemon_or_store(given: Path | None, store: Path | None, timeout_s: float = T
     from warmkv.kvstore.store.engine import Engine
     from warmkv.kvstore.store.options import StoreOptions
 
-    engine = Engine.open(StoreOptions(path=store, warm_bytes=0, cold_bytes=config.load({}).cold_bytes))
+    engine = Engine.open(StoreOptions(path=store, warm_bytes=warm_bytes, cold_bytes=config.load({}).cold_bytes))
     try:
-        local = engine.session(os.geteuid())
+        local = engine.session(os.geteuid(), every_share=True)
         try:
             yield local
         finally:

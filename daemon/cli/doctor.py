@@ -6,7 +6,6 @@ import fcntl
 import importlib.metadata
 import os
 import platform
-import re
 import resource
 import shutil
 import stat
@@ -21,19 +20,12 @@ import click
 from warmkv.daemon import config
 from warmkv.daemon.cli import command, exits, output
 from warmkv.kvstore import memfd, paths
+from warmkv.kvstore.store import filesystem
 from warmkv.schema import protocol
 from warmkv.schema.errors import WarmKVError
 
 State = Literal["ok", "warn", "fail"]
 LIBRARIES = ("warmkv", "numpy", "flatbuffers", "lmdb", "xxhash", "click", "rich", "platformdirs", "watchdog")
-#: LMDB needs a local file system with coherent mappings; of these some share, some forget.
-_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "afs", "glusterfs")
-_DOUBTFUL = {
-    **dict.fromkeys(_NETWORK, "a network file system: LMDB needs a local one"),
-    **dict.fromkeys(("overlay", "aufs"), "an overlay: what is written goes away with the container"),
-    **dict.fromkeys(("tmpfs", "ramfs"), "memory: the cold tier does not survive a reboot there"),
-}
-_OCTAL = re.compile(r"\\([0-7]{3})")
 FEW_DESCRIPTORS = 4096
 LITTLE_BYTES = 1 << 30
 
@@ -83,7 +75,7 @@ def checks(socket: Path | None, config_path: Path | None) -> Iterator[Check]:
         ("kernel", _kernel),
         ("descriptors", _descriptors),
         ("runtime directory", lambda: _directory(where.parent)),
-        ("socket", lambda: _socket(where)),
+        ("socket", lambda: _socket(where, settings.socket_gid if settings else -1)),
         ("store directory", lambda: _store(store)),
         ("file system", lambda: _file_system(store)),
         ("free space", lambda: _free(store)),
@@ -132,15 +124,17 @@ def _directory(path: Path) -> Check:
     return Check("runtime directory", "ok" if private else "fail", detail if private else f"{detail}; must be yours alone")
 
 
-def _socket(path: Path) -> Check:
+def _socket(path: Path, group: int) -> Check:
+    """``group`` may open the socket; -1: nobody else may."""
     paths.check_socket_path(path)
     if not os.path.lexists(path):
         return Check("socket", "ok", f"{path} is free")
     found = os.lstat(path)
     if not stat.S_ISSOCK(found.st_mode):
         return Check("socket", "fail", f"{path} is no socket ({stat.filemode(found.st_mode)})")
-    private = not found.st_mode & 0o077
-    return Check("socket", "ok" if private else "warn", f"{path}, mode {stat.S_IMODE(found.st_mode):04o}")
+    shared = f", group {found.st_gid}" if found.st_mode & 0o070 else ""
+    meant = not found.st_mode & 0o007 and (not shared or found.st_gid == group)
+    return Check("socket", "ok" if meant else "warn", f"{path}, mode {stat.S_IMODE(found.st_mode):04o}{shared}")
 
 
 def _store(path: Path) -> Check:
@@ -154,8 +148,8 @@ def _store(path: Path) -> Check:
 
 
 def _file_system(path: Path) -> Check:
-    kind = file_system(_existing(path))
-    doubt = _DOUBTFUL.get(kind) or ("a user-space file system" if kind.startswith("fuse") else "")
+    kind = filesystem.kind(path)
+    doubt = filesystem.doubt(kind)
     return Check("file system", "warn" if doubt else "ok", f"{kind}, {doubt}" if doubt else kind)
 
 
@@ -186,15 +180,3 @@ def _daemon(path: Path) -> Check:
 
 def _existing(path: Path) -> Path:
     return next(item for item in (path, *path.parents) if item.exists())
-
-
-def file_system(path: Path) -> str:
-    """Type of the file system ``path`` lies on, as the kernel names it."""
-    real, best, kind = path.resolve(), -1, "unknown"
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-        for line in lines:
-            left, _, right = line.partition(" - ")
-            point = _OCTAL.sub(lambda found: chr(int(found[1], 8)), left.split()[4])
-            if real.is_relative_to(point) and len(point) >= best:  # of two mounts on one point the later one shows
-                best, kind = len(point), right.split()[0]
-    return kind

@@ -13,7 +13,12 @@ from click.shell_completion import shell_complete
 from warmkv.daemon.cli import exits, output
 from warmkv.schema.errors import WarmKVError
 
-VERBS = ("serve", "status", "ls", "show", "stats", "clear", "forget", "verify", "doctor", "completion")
+VERBS = (
+    "serve", "status", "health", "ls", "show", "stats", "export", "import", "pin", "unpin", "clear", "forget", "evict", "verify",
+    "scrub", "compact", "backup", "watch", "reload", "units", "doctor", "completion",
+)  # fmt: skip
+#: Where a verb's module has another name: Python keeps the verb for itself.
+_MODULES = {"import": "import_"}
 INTERRUPTED = 130
 COMPLETE = "_WARMKV_COMPLETE"
 
@@ -44,7 +49,8 @@ class Verbs(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in VERBS:
             return None
-        command = getattr(importlib.import_module(f"warmkv.daemon.cli.{name}"), name)
+        module = _MODULES.get(name, name)
+        command = getattr(importlib.import_module(f"warmkv.daemon.cli.{module}"), module)
         assert isinstance(command, click.Command)
         return command
 

@@ -34,7 +34,7 @@ def ls(as_json: bool, socket: Path | None, store: Path | None, namespace: str) -
     elif namespace:
         output.table(f"prefixes of {key}", PREFIX_COLUMNS, [prefix_row(row) for row in report["rows"]])
     else:
-        columns = ("namespace", "architecture", "layers", "dtype", "records", "states", "tokens", "warm", "cold")
+        columns = ("namespace", "architecture", "layers", "dtype", "records", "states", "tokens", "warm", "cold", "share")
         output.table("namespaces", columns, [_namespace_row(row) for row in report["rows"]])
     return 0
 
@@ -51,4 +51,4 @@ def prefix_row(row: dict[str, Any]) -> tuple[object, ...]:
 def _namespace_row(row: dict[str, Any]) -> tuple[object, ...]:
     sizes = (output.size(row["warm_bytes"]), output.size(row["cold_bytes"]))
     counts = (row["records"], row["states"], row["tokens"])
-    return (row["namespace"], row["architecture"], row["layers"], row["compute_dtype"], *counts, *sizes)
+    return (row["namespace"], row["architecture"], row["layers"], row["compute_dtype"], *counts, *sizes, row["share"] or "-")

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from warmkv.daemon.cli import command, exits, output
+from warmkv.daemon.cli.waiting import waiting
 
 
 @click.command()
@@ -23,7 +24,7 @@ def verify(as_json: bool, socket: Path | None, store: Path | None) -> int:
       warmkv verify
       warmkv verify --store ~/.local/share/warmkv/store
     """
-    with command.daemon_or_store(socket, store, command.LONG_TIMEOUT_S) as session:
+    with command.daemon_or_store(socket, store, command.LONG_TIMEOUT_S) as session, waiting("reading", quiet=as_json):
         report = command.ask(session, "verify")
     if as_json:
         output.emit_json(report)

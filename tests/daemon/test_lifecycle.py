@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 
 from warmkv import connect
 from warmkv.daemon.testing import PATIENCE_S, DaemonProcess, child_environ, eventually
+from warmkv.daemon.testing_manager import ServiceManager
 from warmkv.kvstore import memfd
 from warmkv.kvstore.rows import LayerRows
 from warmkv.schema import errors
@@ -112,15 +114,78 @@ def test_the_daemon_loads_no_compiler_and_no_framework() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_readiness_is_told_to_a_service_manager(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(PATIENCE_S)
-        environ = {"NOTIFY_SOCKET": str(tmp_path / "notify")}
+@pytest.mark.parametrize("kind", ["path", "abstract"])
+def test_readiness_is_told_to_a_service_manager(tmp_path: Path, kind: str) -> None:
+    """Ready is said when connections are taken, not before; then a line of status, signs of life, the end."""
+    address = tmp_path / "notify" if kind == "path" else f"@warmkv-test-{uuid.uuid4().hex}"
+    with ServiceManager(address) as manager:
+        environ = {**manager.environ, "WATCHDOG_USEC": "200000"}
         with DaemonProcess(tmp_path, "--cold-bytes", "0", environ=environ) as daemon:
-            assert manager.recv(100) == b"READY=1"
-            daemon.stop()
-            assert manager.recv(100) == b"STOPPING=1"
+            assert manager.hears("READY") and accepts(daemon.socket)
+            told = [next(iter(message)) for message in manager.messages]
+            assert told[0] == "STATUS" and manager.messages[0]["STATUS"] == "opening the store"
+            assert int(manager.messages[0]["EXTEND_TIMEOUT_USEC"]) > 0
+            assert manager.told("STATUS")[-1] == f"serving at {daemon.socket}"
+            assert manager.hears("WATCHDOG", 5)
+            assert daemon.stop() == 0
+            assert manager.hears("STOPPING")
+        names = [name for message in manager.messages for name in message]
+        assert names.index("READY") < names.index("STOPPING") and names.count("READY") == 1
+        assert "EXTEND_TIMEOUT_USEC" in names[names.index("STOPPING") :]
+
+
+def test_without_a_service_manager_nothing_is_told_and_a_hangup_ends_nothing(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path, "--cold-bytes", "0", "--warm-bytes", "1MiB") as daemon:
+        for _ in range(3):
+            os.kill(daemon.pid, signal.SIGHUP)
+            assert accepts(daemon.socket)
+        assert daemon.stop() == 0
+
+
+def test_a_hangup_reads_the_settings_again_and_the_manager_sees_it(tmp_path: Path) -> None:
+    """A group of ours is let in by the new settings; settings that are wrong leave the old ones in force."""
+    config = tmp_path / "config.toml"
+    config.write_text("max_connections = 1\n")
+    with ServiceManager(tmp_path / "notify") as manager:
+        arguments = ("--cold-bytes", "0", "--warm-bytes", "1MiB", "--config", str(config))
+        with DaemonProcess(tmp_path, *arguments, environ=manager.environ) as daemon, connect(daemon.socket, strict=True) as first:
+            assert first.report("status")
+            with pytest.raises(errors.Busy), connect(daemon.socket, strict=True) as second:
+                second.report("status")
+            config.write_text("max_connections = 2\n")
+            os.kill(daemon.pid, signal.SIGHUP)
+            assert manager.hears("RELOADING") and manager.hears("READY", 2)
+            assert int(manager.told("MONOTONIC_USEC")[0]) > 0
+            with connect(daemon.socket, strict=True) as second:
+                assert second.report("status")
+                config.write_text("max_connections = -1\n")
+                os.kill(daemon.pid, signal.SIGHUP)
+                assert manager.hears("READY", 3)
+                assert second.report("status")
+            assert daemon.stop() == 0
+
+
+def test_a_stop_that_comes_while_the_store_is_opened_is_not_lost(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SLOW_START, str(tmp_path / "run" / "s"), str(tmp_path / "store")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environ()) as daemon:
+        assert daemon.stdout is not None and daemon.stdout.readline() == "opening\n"
+        daemon.send_signal(signal.SIGHUP)
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(PATIENCE_S) == 0
+
+
+SLOW_START = """
+import signal, sys, time
+from warmkv.daemon.cli import main
+from warmkv.kvstore.store.engine import Engine
+opened = Engine.open
+def slowly(options):
+    print("opening", flush=True)
+    signal.sigtimedwait([], 0.5)
+    return opened(options)
+Engine.open = slowly
+sys.exit(main(["serve", "--socket", sys.argv[1], "--store", sys.argv[2], "--cold-bytes", "0"]))
+"""
 
 
 STARTERS = """
@@ -151,7 +216,7 @@ def accepts(path: Path) -> bool:
 
 
 def test_of_two_starters_exactly_one_wins(tmp_path: Path) -> None:
-    """20 rounds; in every other one the winner is killed, so the next pair finds a stale socket."""
+    """100 rounds; in every other one the winner is killed, so the next pair finds a stale socket."""
     path, alive = tmp_path / "run" / "s", set()
     command = [sys.executable, "-c", STARTERS, str(path), str(tmp_path / "store")]
     with open(tmp_path / "log", "wb") as log:
@@ -160,7 +225,7 @@ def test_of_two_starters_exactly_one_wins(tmp_path: Path) -> None:
         )
     assert starters.stdin is not None and starters.stdout is not None
     try:
-        for number in range(20):
+        for number in range(100):
             starters.stdin.write("go\n")
             starters.stdin.flush()
             alive = {int(starters.stdout.readline()) for _ in range(2)}

@@ -41,6 +41,64 @@ def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int) -> None:
     listener.close()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give files away")
+def test_a_group_may_open_the_socket_and_nothing_else(tmp_path: Path, umask: int) -> None:
+    path = tmp_path / "a" / "b" / "s"
+    listener = Listener(path, gid=65534)
+    assert not path.exists()
+    listener.listen()
+    found = [path.stat(), path.parent.stat(), path.parent.parent.stat()]
+    assert [(stat.S_IMODE(item.st_mode), item.st_uid, item.st_gid) for item in found] == [
+        (0o660, 0, 65534), (0o750, 0, 65534), (0o750, 0, 65534),
+    ]  # fmt: skip
+    assert stat.S_IMODE(path.with_name("s.lock").stat().st_mode) & 0o077 == 0
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "gid", "let_in"),
+    [
+        (0o700, 65534, False),
+        (0o750, 0, False),
+        (0o740, 65534, False),
+        (0o750, 65534, True),
+        (0o755, 0, True),
+        (0o710, 65534, True),
+    ],
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give files away")
+def test_a_directory_that_keeps_the_group_out_is_refused(socket_path: Path, mode: int, gid: int, let_in: bool) -> None:
+    socket_path.parent.mkdir()
+    os.chown(socket_path.parent, -1, gid)
+    socket_path.parent.chmod(mode)
+    if let_in:
+        Listener(socket_path, gid=65534).close()
+    else:
+        with pytest.raises(SocketPathError, match="keeps group 65534 out"):
+            Listener(socket_path, gid=65534)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o1777])
+def test_for_a_group_as_well_nobody_else_may_write_the_directory(socket_path: Path, mode: int) -> None:
+    socket_path.parent.mkdir()
+    socket_path.parent.chmod(mode)
+    with pytest.raises(SocketPathError, match="writable by others"):
+        Listener(socket_path, gid=os.getegid())
+
+
+def test_a_socket_that_cannot_listen_leaves_nothing(socket_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = Listener(socket_path, gid=os.getegid())
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("warmkv.daemon.listener.os.chmod", refuse)
+    with pytest.raises(SocketPathError, match="cannot listen"):
+        listener.listen()
+    assert not socket_path.exists()
+    listener.close()
+
+
 def test_nothing_listens_before_listen(socket_path: Path) -> None:
     listener = Listener(socket_path)
     assert not socket_path.exists()

@@ -24,7 +24,6 @@ CHANGES: dict[str, Callable[[Identity], Identity]] = {
     "compute_dtype": lambda item: replace(item, compute_dtype="bfloat16"),
     "attention": lambda item: replace(item, attention="sdpa"),
     "runtime_state_version": lambda item: replace(item, runtime_state_version="2"),
-    "tenant": lambda item: replace(item, tenant=bytes(16)),
     "layers": lambda item: replace(item, layers=item.layers[:1]),
 }
 
@@ -60,7 +59,7 @@ def test_a_model_that_differs_in_one_field_is_told_which(served: ServedEngine, f
     asked = CHANGES[field](stored)
     with connect(served.socket, strict=True, timeout_s=PATIENCE_S) as client:
         save(client, stored, TOKENS)
-        save(client, replace(stored, parameters=b"p" * 32, tokenizer=b"t" * 16, tenant=b"s" * 16, runtime="other"), TOKENS)
+        save(client, replace(stored, parameters=b"p" * 32, tokenizer=b"t" * 16, settings=b"s" * 16, runtime="other"), TOKENS)
         match = client.match(asked, TOKENS)
         assert (match.matched, match.usable, match.identity_difference) == (0, 0, (field,))
         assert field in match.reason
@@ -82,6 +81,18 @@ def test_nothing_is_said_of_other_peoples_models(socket_path: Path, engine: Engi
         match = client.match(replace(stored, tokenizer=bytes(16)), TOKENS)
         assert match.identity_difference == () and "differs" not in match.reason
     other.close()
+
+
+def test_nothing_is_said_of_other_tenants_models(served: ServedEngine) -> None:
+    """Not that one is stored, not that a salt is what differs."""
+    stored = random_identity()
+    with connect(served.socket, strict=True, timeout_s=PATIENCE_S) as client:
+        nothing = client.match(replace(stored, tenant=bytes(16)), TOKENS)
+        save(client, stored, TOKENS)
+        save(client, replace(stored, tenant=b"s" * 16, tokenizer=b"t" * 16), TOKENS)
+        for asked in (replace(stored, tenant=bytes(16)), replace(stored, tenant=bytes(16), runtime="other")):
+            match = client.match(asked, TOKENS)
+            assert match.identity_difference == () and match.reason == nothing.reason
 
 
 def test_an_empty_store_names_no_field(served: ServedEngine) -> None:

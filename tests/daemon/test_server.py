@@ -402,7 +402,7 @@ class Scripted:
         self._match = match
         self.closed = threading.Event()
 
-    def session(self, uid: int) -> Session:
+    def session(self, uid: int, foreign: bool = False, gids: frozenset[int] = frozenset()) -> Session:
         return self  # type: ignore[return-value]
 
     def match(self, request: m.Match) -> m.Matched:
