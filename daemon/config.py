@@ -23,6 +23,7 @@ from warmkv.schema.errors import ConfigError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_BYTES = 1 << 60
+MAX_FILE_BYTES = 1 << 20
 MAX_SECONDS = 366 * 86400.0
 MAX_SHARES = 256
 MAX_SHARE_CHARACTERS = 64
@@ -142,7 +143,12 @@ def _seconds(value: object) -> float:
 
 
 def _seconds_or_never(value: object) -> float:
-    return 0.0 if value in (0, "0", 0.0) and not isinstance(value, bool) else _seconds(value)
+    if value in (0, "0", "0.0") and not isinstance(value, bool):
+        return 0.0
+    try:
+        return _seconds(value)
+    except ValueError as exc:
+        raise ValueError(f"expected 0, or at most {MAX_SECONDS:.0f} seconds") from exc
 
 
 def _fraction(value: object) -> float:
@@ -347,12 +353,21 @@ def _shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
+def _text(path: Path) -> str:
+    """Raises OSError, and ValueError for what is too large or no text."""
+    with open(path, "rb") as file:
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
+    return data.decode("utf-8")
+
+
 def _file(config: Path | None, env: Mapping[str, str]) -> tuple[Path | None, dict[str, object]]:
     """The configuration file in force and its top-level table."""
     named = config or (Path(env["WARMKV_CONFIG"]) if env.get("WARMKV_CONFIG") else None)
     path = named or default_config_path()
     try:
-        table = tomllib.loads(path.read_bytes().decode("utf-8"))
+        table = tomllib.loads(_text(path))
     except (FileNotFoundError, NotADirectoryError) as exc:
         if named is None:
             return None, {}

@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -34,6 +35,8 @@ log = logging.getLogger("warmkv.daemon.fdstore")
 #: How long a manager that does not read is waited for before looking whether to end.
 SEND_TIMEOUT_S = 1.0
 PAUSE_AFTER_ERROR_S = 5.0
+#: How long the end waits for what the manager is still to be told, and how often it looks.
+STOP_S, STOP_LOOK_S = 3.0, 0.01
 
 
 @dataclass(slots=True)
@@ -64,6 +67,8 @@ class DescriptorStore:
         self._noted: dict[RecordId, None] = {}
         self._no_room: dict[RecordId, None] = {}
         self._busy = False
+        #: The manager could not be told the last time.
+        self._silent = False
         #: The record that may be on its way to the manager, and evicted bytes it keeps; index lock.
         self._handing: RecordId | None = None
         self._parting: dict[str, int] = {}
@@ -146,7 +151,11 @@ class DescriptorStore:
             self._note(record)
 
     def stop(self) -> None:
-        """End the thread; what the manager has it keeps, for the next process. Idempotent."""
+        """End the thread; what the manager has it keeps, for the next process. A manager that reads is told
+        of what went first: the next process would take it back. Idempotent."""
+        deadline = time.monotonic() + STOP_S
+        while self._thread.is_alive() and not self._silent and not self.settled() and time.monotonic() < deadline:
+            self._ended.wait(STOP_LOOK_S)
         self._ended.set()
         self._part()
         self._wake.set()
@@ -163,20 +172,19 @@ class DescriptorStore:
         return "" if self._thread.is_alive() or self._ended.is_set() else "the thread that keeps descriptors is dead"
 
     def _run(self) -> None:
-        silent = False
         while not self._ended.is_set():
             self._wake.wait()
             self._wake.clear()
             try:
                 self._follow()
-                silent = False
+                self._silent = False
                 continue
             except (OSError, WarmKVError) as exc:
                 if isinstance(exc, ConnectionRefusedError | FileNotFoundError):
                     self._forget_all()
-                if not silent and not self._ended.is_set():
+                if not self._silent and not self._ended.is_set():
                     log.warning("the service manager cannot be handed descriptors: %s; trying again", exc)
-                silent = True
+                self._silent = True
             except Exception as exc:  # noqa: BLE001 - the store works without this
                 logs.defect(log, "keeping descriptors", exc)
             self._ended.wait(PAUSE_AFTER_ERROR_S)

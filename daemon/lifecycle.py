@@ -88,24 +88,25 @@ def _run(
     watching.settings.on(LIMIT_SETTINGS, lambda new: setattr(server, "limits", limits(new)))
     watching.settings.on(("flush_timeout_s",), in_force.append)
     reloads = Repeating("reload", lambda: _reload(notifier, watching))
-    services: list[Service] = [*keeping, watching, reloads, *_signs_of_life(config, notifier, engine, server)]
-    try:
-        with running(services):
-            gc.collect()
-            gc.freeze()  # the index lives as long as we do; collections need not walk it
-            signals.then(server.stop, reloads.ask)
-            log.info("serving %s at %s, epoch %d", config.store, listener.path, engine.epoch)
-            notifier.ready(f"serving at {listener.path}")
-            if ready is not None:
-                ready(Started(listener.path, config.store, os.getpid(), f"{engine.epoch:016x}"))
-            server.serve(signals.descriptor)
-            log.info("stopping")
-            notifier.stopping()
-    finally:
-        listener.stop()
-        timeout_s = watching.settings.config.stop_timeout_s
-        with notifier.extending("ending connections", timeout_s):
-            server.close(timeout_s)
+    services: list[Service] = [watching, reloads, *_signs_of_life(config, notifier, engine, server)]
+    with running(keeping):  # to the end: what requests drop while they are drained must not be kept
+        try:
+            with running(services):
+                gc.collect()
+                gc.freeze()  # the index lives as long as we do; collections need not walk it
+                signals.then(server.stop, reloads.ask)
+                log.info("serving %s at %s, epoch %016x", config.store, listener.path, engine.epoch)
+                notifier.ready(f"serving at {listener.path}")
+                if ready is not None:
+                    ready(Started(listener.path, config.store, os.getpid(), f"{engine.epoch:016x}"))
+                server.serve(signals.descriptor)
+                log.info("stopping")
+                notifier.stopping()
+        finally:
+            listener.stop()
+            timeout_s = watching.settings.config.stop_timeout_s
+            with notifier.extending("ending connections", timeout_s):
+                server.close(timeout_s)
 
 
 def admission(config: Config) -> Admission:

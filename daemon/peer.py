@@ -49,12 +49,16 @@ class Admission:
     def require(self, peer: Peer, serving: int, serving_its_uid: int) -> None:
         """Raises PeerRefused for who may not connect, Busy for one connection too many: of all
         that are being served, or of those of its user."""
-        if peer.uid not in self.uids and not peer.gids & self.gids:
+        if not self.permits(peer):
             raise PeerRefused(f"uid {peer.uid} may not use this daemon")
         if serving >= self.max_connections:
             raise Busy(f"the daemon serves its {self.max_connections} connections already")
         if serving_its_uid >= self.max_connections_per_uid:
             raise Busy(f"the daemon serves {self.max_connections_per_uid} connections of uid {peer.uid} already")
+
+    def permits(self, peer: Peer) -> bool:
+        """Whether a peer may connect at all."""
+        return peer.uid in self.uids or not peer.gids.isdisjoint(self.gids)
 
     @property
     def max_connections_per_uid(self) -> int:

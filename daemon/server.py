@@ -40,8 +40,10 @@ class Server:
     def __init__(self, listening: socket.socket, engine: Engine, admission: Admission, limits: Limits) -> None:
         self._listening = listening
         self._engine = engine
-        #: For connections from now on: who is being served already stays, as it is.
-        self.admission = admission
+        self._admission = admission
+        #: Who can reach the socket may be turned away as often as they like.
+        self._turned_away = logs.Seldom(log)
+        #: For connections from now on.
         self.limits = limits
         self._lock = threading.Lock()
         self._serving: dict[threading.Thread, PeerSession] = {}
@@ -51,6 +53,23 @@ class Server:
         self.answers = 0
         #: Given up for a moment when no descriptor is left, so that a peer can be told so.
         self._spare = _spare_descriptor()
+
+    @property
+    def admission(self) -> Admission:
+        """Who may connect. With another one, who is being served stays as it is, but for those who may
+        connect no longer: they are cut off."""
+        return self._admission
+
+    @admission.setter
+    def admission(self, admission: Admission) -> None:
+        self._admission = admission
+        for session in self._sessions():
+            self._cut_off_unless_permitted(session)
+
+    def _cut_off_unless_permitted(self, session: PeerSession) -> None:
+        if not self._admission.permits(session.peer):
+            log.warning("%s may use this daemon no longer", session.peer)
+            session.abort()
 
     @property
     def connections(self) -> int:
@@ -124,7 +143,7 @@ class Server:
             admission.require(peer, len(sessions), sum(item.peer.uid == peer.uid for item in sessions))
             self._start(channel, peer)
         except WarmKVError as exc:
-            log.warning("%s: turned away: %s", peer, exc)
+            self._turned_away.warning("%s: turned away: %s", peer, exc)
             refuse(channel, exc)
         except Exception as exc:  # noqa: BLE001 - a peer that cannot be served must not end the others
             logs.defect(log, f"admitting {peer}", exc)
@@ -142,6 +161,7 @@ class Server:
             with self._lock:
                 del self._serving[thread]
             raise Busy("the daemon could start no thread") from exc
+        self._cut_off_unless_permitted(session)  # in case that changed meanwhile
 
     def _run(self, session: PeerSession) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -45,37 +46,46 @@ def _stopped(service: Service) -> None:
 
 class Repeating:
     """Does ``step`` on a thread of its own, every ``pause_s`` (None: only when asked) and soon after
-    `ask`, which a signal handler may call. What fails is logged and tried again next time."""
+    `ask`, which a signal handler may call, even one that interrupts another `ask`: an event has a lock
+    that one thread cannot take twice. What fails is logged and tried again next time."""
 
     def __init__(self, name: str, step: Callable[[], None], pause_s: float | None = None) -> None:
         self._step = step
         self._pause_s = pause_s
-        self._asked = threading.Event()
+        self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name=f"warmkv-{name}", daemon=True)
 
     def ask(self) -> None:
-        self._asked.set()
+        self._asked.put(None)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
         self._ended = True
-        self._asked.set()
+        self.ask()
         if self._thread.is_alive():
             self._thread.join()
 
     def _run(self) -> None:
         while True:
-            self._asked.wait(self._pause_s)
-            self._asked.clear()
+            self._await()
             if self._ended:
                 return
             try:
                 self._step()
             except Exception as exc:  # noqa: BLE001 - one failure must not end the service
                 logs.defect(log, self._thread.name, exc)
+
+    def _await(self) -> None:
+        """Until the next step is due or was asked for, however often it was."""
+        try:
+            self._asked.get(timeout=self._pause_s)
+            while True:
+                self._asked.get_nowait()
+        except queue.Empty:
+            pass
 
 
 class StatusText:

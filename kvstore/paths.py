@@ -7,10 +7,10 @@ different library versions must arrive at the same socket, and asking must never
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from warmkv.schema.errors import SocketPathError
+from warmkv.schema.errors import ConfigError, SocketPathError
 
 #: sun_path holds 108 bytes, one of them the closing zero.
 MAX_SOCKET_PATH_BYTES = 107
@@ -30,17 +30,31 @@ def default_socket_path(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def default_store_path() -> Path:
-    """``warmkv/store`` in the user's data directory (``~/.local/share`` unless configured)."""
+    """``warmkv/store`` in the user's data directory (``~/.local/share`` unless configured).
+
+    Raises ConfigError for a user without a home directory, as `default_config_path` does."""
     from platformdirs import user_data_path
 
-    return user_data_path("warmkv", appauthor=False) / "store"
+    return _of_user(user_data_path) / "store"
 
 
 def default_config_path() -> Path:
     """``warmkv/config.toml`` in the user's configuration directory."""
     from platformdirs import user_config_path
 
-    return user_config_path("warmkv", appauthor=False) / "config.toml"
+    return _of_user(user_config_path) / "config.toml"
+
+
+def _of_user(place: Callable[..., Path]) -> Path:
+    """warmkv's folder in one of the user's directories. Without a home, platformdirs either raises
+    or answers with a relative path that begins with ~, depending on its version."""
+    try:
+        path = place("warmkv", appauthor=False)
+    except RuntimeError:
+        path = None
+    if path is None or not path.is_absolute():
+        raise ConfigError(f"uid {os.geteuid()} has no home directory: set HOME, or XDG_CONFIG_HOME and XDG_DATA_HOME")
+    return path
 
 
 def check_socket_path(path: Path) -> bytes:

@@ -68,12 +68,11 @@ def daemon_or_store(
     if given is not None:
         raise click.UsageError("--socket and --store exclude each other")
     if not (store / "data.mdb").is_file():
-        raise StoreError(f"there is no store in {store}")
-    from warmkv.daemon import config
+        raise StoreError(f"there is no store in {store}; `warmkv serve --store` makes one")
     from warmkv.kvstore.store.engine import Engine
     from warmkv.kvstore.store.options import StoreOptions
 
-    engine = Engine.open(StoreOptions(path=store, warm_bytes=warm_bytes, cold_bytes=config.load({}).cold_bytes))
+    engine = Engine.open(StoreOptions(path=store, warm_bytes=warm_bytes, cold_bytes=_roomy(store)))
     try:
         local = engine.session(os.geteuid(), every_share=True)
         try:
@@ -82,6 +81,16 @@ def daemon_or_store(
             local.close()
     finally:
         engine.close()
+
+
+def _roomy(store: Path) -> int:
+    """The cold budget of our settings, or what ``store`` takes already if that is more: they may be
+    those of another store, and looking at one evicts nothing."""
+    from warmkv.daemon import config
+    from warmkv.kvstore.store.options import default_cold_bytes
+
+    configured = config.load({}).cold_bytes
+    return max(default_cold_bytes(store) if configured is None else configured, (store / "data.mdb").stat().st_size)
 
 
 def ask(session: Session, verb: str, **arguments: object) -> dict[str, Any]:

@@ -70,7 +70,10 @@ def checks(socket: Path | None, config_path: Path | None) -> Iterator[Check]:
     except WarmKVError as exc:
         yield Check("configuration", "fail", str(exc))
     where = settings.socket if settings else command.socket_path(socket)
-    store = settings.store if settings else paths.default_store_path()
+    try:
+        store = settings.store if settings else paths.default_store_path()
+    except WarmKVError:  # no home: said above
+        return
     looked: list[tuple[str, Callable[[], Check]]] = [
         ("kernel", _kernel),
         ("descriptors", _descriptors),

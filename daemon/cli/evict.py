@@ -54,5 +54,9 @@ def evict(as_json: bool, socket: Path | None, store: Path | None, tier: str, to:
     if as_json:
         output.emit_json(report)
     else:
-        output.pairs("would go" if dry_run else "gone", report)
+        told = "would go" if dry_run else "gone"
+        for name, where in (("warm", "memory"), ("cold", "disk")):
+            if f"{name}_records" in report:
+                count, size = report[f"{name}_records"], output.size(report[f"{name}_bytes"])
+                output.emit_text(f"{told} from {where}: {count} records, {size}")
     return 0

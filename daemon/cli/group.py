@@ -108,4 +108,7 @@ def _failed(exc: BaseException, message: str, status: int, as_json: bool) -> int
             print(f"warmkv: {output.clean(message)}", file=sys.stderr)
     except BrokenPipeError:
         output.discard()
+    except OSError as error:  # nowhere to put it, such as a full disk
+        output.discard()
+        print(f"warmkv: {output.clean(message)}; standard output cannot be written: {error.strerror}", file=sys.stderr)
     return status

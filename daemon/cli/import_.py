@@ -26,8 +26,10 @@ def import_(as_json: bool, socket: Path | None, store: Path | None, file: Path, 
     """Take in FILE: a pack that `warmkv export` wrote, or a `.kvcache` file.
 
     Every byte is checked before it counts; what was damaged, and all behind it, is left out (exit
-    status 5). Importing again is harmless. A `.kvcache` file needs FILE.toml beside it with the keys
-    namespace, model_id, architecture, hidden_size and n_heads: it names no weights itself.
+    status 5). A file that is cut short or no pack ends with 1. Importing again is harmless.
+
+    A `.kvcache` file needs FILE.toml beside it with the keys namespace, model_id, architecture,
+    hidden_size and n_heads: it names no weights itself.
 
     Exit status 1 when there was no room for all of it. When this ends with 0 all is on disk.
 

@@ -18,7 +18,8 @@ def ls(as_json: bool, socket: Path | None, store: Path | None, namespace: str) -
     """List your namespaces, or the prefixes of one.
 
     A namespace holds the state of one model as loaded: its weights, adapters, types and options.
-    NAMESPACE is its hex key or the beginning of it. Tokens are never shown.
+    NAMESPACE is its hex key or the beginning of it. Tokens are never shown. A prefix is listed by its
+    last segment, the one used last first; `warmkv show ID` prints those before it.
 
     \b
     Examples:
@@ -36,6 +37,8 @@ def ls(as_json: bool, socket: Path | None, store: Path | None, namespace: str) -
     else:
         columns = ("namespace", "architecture", "layers", "dtype", "records", "states", "tokens", "warm", "cold", "share")
         output.table("namespaces", columns, [_namespace_row(row) for row in report["rows"]])
+    if not as_json and report["total"] > len(report["rows"]):
+        click.echo(f"warmkv: {report['total'] - len(report['rows'])} more are not listed", err=True)
     return 0
 
 

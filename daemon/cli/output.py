@@ -53,7 +53,9 @@ def flat(values: Mapping[str, object], prefix: str = "") -> Iterable[tuple[str, 
 def shown(name: str, value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and "bytes" in name.rsplit(".", 1)[-1]:
         return f"{value} ({size(value)})" if value >= 1024 else str(value)
-    return "-" if value is None else str(value)
+    if isinstance(value, (list, tuple)):
+        value = ", ".join(map(str, value))
+    return "-" if value is None or value == "" else str(value)
 
 
 def size(count: int) -> str:

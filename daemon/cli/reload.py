@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from warmkv.daemon.cli import command, output
+from warmkv.daemon.cli import command, exits, output
 
 
 @click.command()
@@ -14,8 +14,8 @@ from warmkv.daemon.cli import command, output
 def reload(as_json: bool, socket: Path | None) -> int:
     """Let the daemon read its configuration again, and say what changed.
 
-    Where the new one is not valid the old one stays in force. For the user the daemon runs as, and
-    for root.
+    Where the new one is not valid the old one stays in force, and the exit status is 1. For the user
+    the daemon runs as, and for root.
 
     \b
     Examples:
@@ -28,4 +28,4 @@ def reload(as_json: bool, socket: Path | None) -> int:
         output.emit_json(report)
     else:
         output.pairs("settings", report)
-    return 0
+    return exits.OK if report["ok"] else exits.FAILURE

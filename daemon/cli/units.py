@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -37,11 +38,15 @@ def units(as_json: bool, user: bool, out: Path | None, program: str | None) -> i
       systemctl --user enable --now warmkv.socket warmkv-evict.timer
     \b
       warmkv units --out /etc/systemd/system
+      mkdir -p /etc/sysusers.d
       mv /etc/systemd/system/warmkv-sysusers.conf /etc/sysusers.d/warmkv.conf
       systemd-sysusers && systemctl daemon-reload
       systemctl enable --now warmkv.socket warmkv-evict.timer
     """
-    made = rendered(user=user, program=program or running_program())
+    started = program or running_program()
+    made = rendered(user=user, program=started)
+    for path in () if user else out_of_reach([shlex.split(started)[0], *([] if program else [sys.executable])]):
+        click.echo(f"warmkv: the system service cannot run {path}: install warmkv elsewhere, such as in /opt/warmkv", err=True)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in made.items():
@@ -72,6 +77,18 @@ def running_program() -> str:
     if os.access(script, os.X_OK) and script.is_file():
         return str(script.absolute())
     return shutil.which("warmkv") or f"{sys.executable} -m warmkv.daemon.cli"
+
+
+def out_of_reach(programs: Iterable[str]) -> list[str]:
+    """Those of ``programs``, links followed, that another user may not run or that lie in a private
+    /tmp once it is a service. What is not there is left to systemd."""
+    found = []
+    for path in dict.fromkeys(path for name in programs for path in (Path(name), Path(name).resolve()) if path.exists()):
+        modes = [os.stat(step).st_mode for step in (path, *path.parents)]
+        hidden = any(path.is_relative_to(folder) for folder in ("/tmp", "/var/tmp"))
+        if hidden or not all(mode & stat.S_IXOTH for mode in modes):
+            found.append(str(path))
+    return found
 
 
 def _starting(text: str, program: str, *, user: bool) -> str:

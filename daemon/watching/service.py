@@ -22,6 +22,7 @@ from warmkv.daemon.watching.weight_watch import WeightWatch
 from warmkv.kvstore.store import cgroup, reconfigure
 from warmkv.kvstore.store.engine import Engine
 from warmkv.kvstore.store.importing import ImportResult, import_file
+from warmkv.kvstore.store.weight_file import groups_of
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Watching:
             limit=cgroup.limit_bytes, machine=cgroup.machine_bytes,
         )  # fmt: skip
         self.spool = Spool(
-            lambda: self.settings.config.spool, self._import, self._uids, lambda: self.settings.config.watch_interval_s,
+            lambda: self.settings.config.spool, self._import, self._permitted, lambda: self.settings.config.watch_interval_s,
             engine.options.clock.monotonic,
         )  # fmt: skip
         file = ConfigFile(configuration.file_of(config), self.settings.reload, self._wake)
@@ -119,12 +120,13 @@ class Watching:
         self._engine.eviction.set_budgets(warm_bytes=warm_bytes)
 
     def _set_cold(self, new: Config) -> bool:
-        """A smaller budget holds at once; a larger one as far as the store was opened with it."""
+        """A smaller budget holds at once; a larger one as far as the store was opened with it. With 0 the
+        next start does without the store, which is no reason to empty it now."""
         cold = self._engine.cold
-        if cold is None or new.cold_bytes is None:
+        if cold is None or not new.cold_bytes:
             return False
         self._engine.eviction.set_budgets(cold_bytes=min(new.cold_bytes, cold.budget_bytes))
-        return 0 < new.cold_bytes <= cold.budget_bytes
+        return new.cold_bytes <= cold.budget_bytes
 
     def _look_as_told(self, new: Config) -> None:
         for watcher in self.watchers:
@@ -140,5 +142,9 @@ class Watching:
     def _import(self, path: Path, uid: int) -> ImportResult:
         return import_file(self._engine, path, uid)
 
-    def _uids(self) -> frozenset[int]:
-        return frozenset({os.geteuid(), *self.settings.config.allow_uids})
+    def _permitted(self, uid: int) -> bool:
+        """Whether a user may connect, by what the account database says of groups."""
+        config = self.settings.config
+        if uid == os.geteuid() or uid in config.allow_uids:
+            return True
+        return bool(config.allow_gids) and not groups_of(uid).isdisjoint(config.allow_gids)

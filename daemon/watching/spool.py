@@ -31,6 +31,8 @@ SIDECAR_PATIENCE_S = 600.0
 #: What a full store refused is tried so often, an interval apart.
 ATTEMPTS = 5
 MAX_HINTS = 4096
+#: What is left of a name that something is added to.
+STEM_BYTES = 200
 
 Signature = tuple[int, int, int, int]
 #: Imports a file for a user.
@@ -38,22 +40,22 @@ Import = Callable[[Path, int], ImportResult]
 
 
 class Spool:
-    """``folder`` gives the spool, None for none; ``uids`` those whose files are taken; ``interval_s``
-    how long a file must not have changed.
+    """``folder`` gives the spool, None for none; ``permitted`` whether files of a user are taken;
+    ``interval_s`` how long a file must not have changed.
 
     **Threading:** `look` on one thread, `hint` on any."""
 
     name = "the spool"
 
     def __init__(
-        self, folder: Callable[[], Path | None], import_: Import, uids: Callable[[], frozenset[int]],
+        self, folder: Callable[[], Path | None], import_: Import, permitted: Callable[[int], bool],
         interval_s: Callable[[], float], monotonic: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.imported = 0
         self.failed = 0
         self._folder = folder
         self._import = import_
-        self._uids = uids
+        self._permitted = permitted
         self._interval_s = interval_s
         self._monotonic = monotonic
         self._lock = threading.Lock()
@@ -62,6 +64,8 @@ class Spool:
         self._seen: dict[Path, tuple[Signature, float]] = {}
         #: Files that were refused for now: how often, and not to be tried before.
         self._later: dict[Path, tuple[int, float]] = {}
+        #: Files that could not even be moved, which was logged.
+        self._stuck: set[Path] = set()
         self._problem = ""
 
     def folders(self) -> Wanted:
@@ -120,6 +124,7 @@ class Spool:
         found = [folder / name for name in names if Path(name).suffix in _SUFFIXES]
         known = {*found, *map(_sidecar, found)}
         self._seen = {path: seen for path, seen in self._seen.items() if path in known}
+        self._stuck &= known
         return found
 
     def _complete(self, path: Path, closed: set[Path]) -> bool:
@@ -153,6 +158,11 @@ class Spool:
                 os.rename(item, working / item.name)
             except FileNotFoundError:
                 continue
+            except OSError as exc:  # a folder of somebody else, a name too long: the others do not wait for it
+                if path not in self._stuck:
+                    log.warning("%r cannot be taken out of the spool: %s", path.name, exc.strerror)
+                self._stuck.add(path)
+                return
         for item in (path, _sidecar(path)):
             self._seen.pop(item, None)
 
@@ -202,7 +212,7 @@ class Spool:
         if len(owners) > 1:
             raise StoreError(f"{path.name} and its description belong to different users")
         uid = owners.pop()
-        if uid not in self._uids():
+        if not self._permitted(uid):
             raise StoreError(f"{path.name} belongs to uid {uid}, which may not use this daemon")
         return uid
 
@@ -217,16 +227,21 @@ class Spool:
         log.warning("%r cannot be imported: %s", path.name, reason)
         self.failed += 1
         target = self._file_away(path, FAILED)
-        if target is not None:
+        if target is None:
+            return
+        try:
             target.with_name(target.name + ".reason").write_text(reason + "\n", "utf-8", "replace")
+        except OSError as exc:
+            log.warning("the reason cannot be written beside %r: %s", target.name, exc.strerror)
 
     def _file_away(self, path: Path, name: str) -> Path | None:
         """Move a file and its description to ``done`` or ``failed``, beside what has its name there."""
         self._later.pop(path, None)
         folder = path.parent.parent / name
         target, number = folder / path.name, 1
+        stem = os.fsdecode(os.fsencode(path.stem)[:STEM_BYTES])
         while os.path.lexists(target):
-            target, number = folder / f"{path.stem}-{number}{path.suffix}", number + 1
+            target, number = folder / f"{stem}-{number}{path.suffix}", number + 1
         try:
             os.rename(path, target)
             if path.suffix == kvcache_file.SUFFIX and os.path.lexists(_sidecar(path)):

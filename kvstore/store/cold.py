@@ -34,6 +34,9 @@ from warmkv.schema.records import Anchor, NamespaceKey, RecordId
 
 __all__ = ["TRANSACTION_BYTES", "ColdRecord", "ColdTier", "WriteItem", "stored_bytes"]
 
+#: What a transaction takes beside its chunks, generously.
+SPARE_BYTES = 2 << 20
+
 
 def stored_bytes(total_bytes: int, payload_bytes: int) -> int:
     """Pages a container takes in LMDB."""
@@ -120,6 +123,14 @@ class ColdTier:
             self._deletions.remove(ids)
             self._deletions.remove_leftover()
 
+    def scattered(self, refusal: ColdFull, wanted_bytes: int) -> bool:
+        """Whether `write` refused so much because the map has it neither in one piece nor at its end:
+        deleting more may help."""
+        if not isinstance(refusal.__cause__, lmdb.MapFullError):
+            return False
+        info = self.info()
+        return info["map_bytes"] - info["file_bytes"] < wanted_bytes + SPARE_BYTES
+
     def note_quarantine(self, id_: RecordId, reason: str) -> None:
         """Keep a note that a record's bytes were bad, until it is saved anew. Raises ColdFull."""
         with self._changing("writing to"):
@@ -163,6 +174,11 @@ class ColdTier:
         """Hand the payload of a record to ``place`` in pieces, each with its offset, checking head
         and every chunk; a chunk is checked after it was handed over. Raises as `load` does."""
         self._reads.read(id_, place)
+
+    def piece(self, id_: RecordId, index: int) -> tuple[container.Head, bytes]:
+        """The head of a record and a copy of one chunk, both checked: for who may be slow with it, while
+        nothing waits for that. Raises as `load` does."""
+        return self._reads.piece(id_, index)
 
     def verify(self, id_: RecordId) -> container.Head:
         """Check head and payload of a record without copying it. Raises as `load` does."""

@@ -39,6 +39,10 @@ class ColdReads:
         """The payload in pieces. See `ColdTier.read`."""
         self.reading(partial(self._read, id_, place))
 
+    def piece(self, id_: RecordId, index: int) -> tuple[container.Head, bytes]:
+        """One chunk, copied. See `ColdTier.piece`."""
+        return self.reading(partial(self._piece, id_, index))
+
     def verify(self, id_: RecordId) -> container.Head:
         """Check head and payload without a copy. See `ColdTier.verify`."""
         return self.reading(partial(self._verify, id_))
@@ -88,6 +92,12 @@ class ColdReads:
         _, head = self._head(txn, id_)
         self._copy(txn, id_, head, partial(place, head.header))
 
+    def _piece(self, id_: RecordId, index: int, txn: lmdb.Transaction[memoryview]) -> tuple[container.Head, bytes]:
+        _, head = self._head(txn, id_)
+        piece = bytes(self._chunk(txn, id_, index, head))
+        _check_digest(id_, index, head, piece)
+        return head, piece
+
     def _verify(self, id_: RecordId, txn: lmdb.Transaction[memoryview]) -> container.Head:
         _, head = self._head(txn, id_)
         self._copy(txn, id_, head, lambda at, piece: None)
@@ -101,8 +111,7 @@ class ColdReads:
             # The copy first: it takes the page faults without the interpreter lock, and leaves
             # the bytes in the cache for the digest.
             place(index * _CHUNK, piece)
-            if xxhash.xxh3_128_digest(piece) != head.header.digests[16 * index : 16 * index + 16]:
-                raise DigestError(f"chunk {index} of record {id_.hex()} does not match its digest")
+            _check_digest(id_, index, head, piece)
 
     def _head(self, txn: lmdb.Transaction[memoryview], id_: RecordId) -> tuple[memoryview, container.Head]:
         raw = next((found for table in HEADS if (found := txn.get(id_, db=self._env.db[table])) is not None), None)
@@ -138,6 +147,11 @@ class ColdReads:
     def _ids(self, txn: lmdb.Transaction[memoryview], *tables: bytes) -> set[RecordId]:
         cursors = (txn.cursor(self._env.db[table]).iternext(keys=True, values=False) for table in tables)
         return {RecordId(bytes(key)) for cursor in cursors for key in cursor}
+
+
+def _check_digest(id_: RecordId, index: int, head: container.Head, piece: bytes | memoryview) -> None:
+    if xxhash.xxh3_128_digest(piece) != head.header.digests[16 * index : 16 * index + 16]:
+        raise DigestError(f"chunk {index} of record {id_.hex()} does not match its digest")
 
 
 def _forgetful(exc: BaseException) -> BaseException:

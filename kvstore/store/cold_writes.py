@@ -127,6 +127,9 @@ class ColdWrites:
 
     def _write_or_clean_up(self, items: Sequence[WriteItem], counter: int) -> None:
         done: list[RecordId] = []
+        if not self._deletions.leftover.isdisjoint(item.id for item in items):
+            # Chunks of another container of the same id, which may have had more of them.
+            self._deletions.remove(sorted(self._deletions.leftover))
         try:
             self._write(items, counter, done)
         except BaseException:

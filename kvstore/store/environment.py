@@ -56,7 +56,7 @@ class Environment:
         if self.folder.data.exists() and not trusted:
             check_pages(self.folder.data)
         self._env, room_bytes = lmdb_map.open_map(self.folder, self.wanted_bytes)
-        self.budget_bytes = min(self.wanted_bytes, room_bytes)
+        budget_bytes = min(self.wanted_bytes, room_bytes)
         try:
             self._env.reader_check()
             # A store of a newer format is left as it is: its tables are not ours to create.
@@ -65,9 +65,13 @@ class Environment:
             self.db |= {name: self._env.open_db(name) for name in lmdb_records.TABLES}
             self.folder.note_opened()
             self.folder.hold_reserve()
-            if not trusted:
+            if trusted:
+                # Others took the disk's room meanwhile: what is stored stays, at no moment it has to go.
+                budget_bytes = max(budget_bytes, min(self.wanted_bytes, self._live_bytes()))
+            else:
                 # LMDB synchronises its file, not the name of a file that is new.
                 self.folder.sync()
+            self.budget_bytes = budget_bytes
         except BaseException:
             self._env.close()
             raise
@@ -248,7 +252,11 @@ class Environment:
 
     def live_bytes(self) -> int:
         """Bytes of the pages that are not free: what a copy takes."""
-        with self.call(), self._env.begin() as txn:
+        with self.call():
+            return self._live_bytes()
+
+    def _live_bytes(self) -> int:
+        with self._env.begin() as txn:
             stats = [self._env.stat(), *(txn.stat(db) for db in self.db.values())]
         return sum(item["branch_pages"] + item["leaf_pages"] + item["overflow_pages"] for item in stats) * PAGE_BYTES
 

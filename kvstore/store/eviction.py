@@ -116,7 +116,7 @@ class Eviction:
                     target = self._low(self._writer.limit_bytes) if to_bytes is None else to_bytes
                     cold = self._writer.trim(self._writer.cold_bytes - target, dry_run=dry_run)
                 if not dry_run:
-                    self._writer.flush(DELETE_S)
+                    self._writer.settle(DELETE_S)
             done |= _told("cold", cold)
         return done
 

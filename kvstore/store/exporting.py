@@ -213,16 +213,16 @@ def _from_memory(item: _Item, fd: int, take: Take) -> None:
 
 
 def _from_disk(engine: Engine, item: _Item, take: Take) -> None:
-    """Piece by piece: no budget has to hold the record."""
-    if engine.cold is None:
-        raise _Evicted
-
-    def place(header: container.Header, at: int, piece: memoryview) -> None:
-        if not at:
-            take(_head(item, header))
-        take(piece)
-
-    engine.cold.read(item.record.id, place)
+    """Piece by piece: no budget has to hold the record. Each is a read of its own, over before it is
+    written: the file is the peer's, and may take as long as it likes."""
+    with engine.promotion.kept(item.record) as stored:
+        if engine.cold is None or not stored:
+            raise _Evicted
+        for index in range(container.chunk_count(item.record.payload_bytes)):
+            head, piece = engine.cold.piece(item.record.id, index)
+            if not index:
+                take(_head(item, head.header))
+            take(piece)
 
 
 def _head(item: _Item, header: container.Header) -> bytes:

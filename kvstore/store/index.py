@@ -47,14 +47,15 @@ class Record:
     of layers that need every row are among them; ``fields`` those they were quantised with;
     ``provides`` what a state is good for. ``packed`` marks a segment made of others, which are on
     disk instead of it. ``prefill_us`` is how long its own rows took to compute, 0 where nobody said;
-    ``used_at_s`` the wall clock at its last use. ``fd`` is the sealed memfd of the warm tier or -1;
-    ``leases`` maps lease id to its deadline."""
+    ``used_at_s`` the wall clock at its last use. ``awaited`` counts requests that wait until it is on
+    disk, and readers of what lies there: neither must see it give way. ``fd`` is the sealed memfd of
+    the warm tier or -1; ``leases`` maps lease id to its deadline."""
 
     __slots__ = (
         "id", "namespace", "lineage", "start", "end", "complete", "extents", "fields", "provides", "packed", "parent", "children",
         "states", "node", "total_bytes", "payload_bytes", "created_ns", "writer", "fd", "cold", "cold_error", "cold_children",
         "warm_children", "last_used", "hits", "pinned_until_ns", "prefill_us", "used_at_s", "leases", "promotion", "anchors",
-        "gone",
+        "awaited", "gone",
     )  # fmt: skip
 
     def __init__(
@@ -91,6 +92,7 @@ class Record:
         self.pinned_until_ns = 0
         self.prefill_us = prefill_us
         self.used_at_s = 0
+        self.awaited = 0
         self.leases: dict[int, float] = {}
         self.promotion: object | None = None
         self.anchors: dict[tuple[int, AnchorKind], Anchor] = {}

@@ -10,6 +10,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
+from types import TracebackType
 from typing import TypedDict
 
 import numpy as np
@@ -66,6 +67,31 @@ class _Copying:
         if self._total_bytes:
             self._warm.ledger.promote(self._uid, -self._total_bytes)
         self._total_bytes = 0
+
+
+class _Awaited:
+    """Records that a request waits for until they are on disk: none gives way before it was told.
+    As a context manager it lets go of them; the index lock is free then."""
+
+    def __init__(self, index: Index, ack: int) -> None:
+        self._index, self._ack = index, ack
+        self.records: list[Record] = []
+
+    def add(self, records: Sequence[Record]) -> None:
+        """In the same hold of the lock in which they were found."""
+        self.records += records
+        for record in records if self._ack == m.ACK_DISK else ():
+            record.awaited += 1
+
+    def __enter__(self) -> _Awaited:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        if self.records and self._ack == m.ACK_DISK:
+            with self._index.changed:
+                for record in self.records:
+                    record.awaited -= 1
+                self._index.changed.notify_all()
 
 
 class Intake:
@@ -154,29 +180,31 @@ class Intake:
         Busy, ClosedError, ColdFull; then nothing changed (after ColdFull and Busy of a disk
         acknowledgement the rows are held in memory)."""
         done = False
-        try:
-            require_served(owner.identity)
-            if request.epoch != self._epoch:
-                raise OfferAgain("the store was restarted since the offer")
-            anchors = self._check_anchors(request.anchors)
-            total_bytes = memfd.check_sealed(fd, self._warm.ledger.budget_bytes or 1)
-            self._options.faults.reached("save.received")
-            arrival = arrivals.check(fd, total_bytes, request.namespace, owner.identity, request.prefill_us)
-            take = self._take_copy if copy else partial(self._take, twice=twice)
-            record, duplicate = take(request.reservation, arrival, owner, anchors)
-            self._options.faults.reached("save.admitted")
-            done = True
-        finally:
-            if not (done and request.more):
-                self.give_back(request.reservation)
-            self._warm.reap()
-        # Anchors that hang on older records are not in the transaction that stores this one.
-        older = duplicate or any(anchor.position <= record.start for anchor in anchors)
-        durable = self._acknowledge([record], request.ack, older and bool(anchors))
+        with _Awaited(self._index, request.ack) as awaited:
+            try:
+                require_served(owner.identity)
+                if request.epoch != self._epoch:
+                    raise OfferAgain("the store was restarted since the offer")
+                anchors = self._check_anchors(request.anchors)
+                total_bytes = memfd.check_sealed(fd, self._warm.ledger.budget_bytes or 1)
+                self._options.faults.reached("save.received")
+                arrival = arrivals.check(fd, total_bytes, request.namespace, owner.identity, request.prefill_us)
+                take = self._take_copy if copy else partial(self._take, twice=twice)
+                record, duplicate = take(request.reservation, arrival, owner, anchors, awaited=awaited)
+                self._options.faults.reached("save.admitted")
+                done = True
+            finally:
+                if not (done and request.more):
+                    self.give_back(request.reservation)
+                self._warm.reap()
+            # Anchors that hang on older records are not in the transaction that stores this one.
+            older = duplicate or any(anchor.position <= record.start for anchor in anchors)
+            durable = self._acknowledge(awaited.records, request.ack, older and bool(anchors))
         return m.Committed(record.id, arrival.end, 0 if duplicate else total_bytes, duplicate, durable)
 
     def _take_copy(
-        self, reservation: int, arrival: Arrival, owner: Owner, anchors: tuple[Anchor, ...]
+        self, reservation: int, arrival: Arrival, owner: Owner, anchors: tuple[Anchor, ...], *,
+        awaited: _Awaited | None = None,
     ) -> tuple[Record, bool]:  # fmt: skip
         """`_take` of a copy, unless the record is there already. The copy counts from before it is
         made."""
@@ -189,14 +217,14 @@ class Intake:
                 self._warm.make_room(arrival.total_bytes, parent, uid=uid)
                 copying = _Copying(self._warm, uid, arrival.total_bytes)
         if copying is None:
-            return self._take(reservation, arrival, owner, anchors)
+            return self._take(reservation, arrival, owner, anchors, awaited=awaited)
         own = -1
         try:
             self._warm.reap()
             copied = arrival.copied()
             own = copied.fd
             self._options.faults.reached("save.copied")
-            return self._take(0, copied, owner, anchors, copying)
+            return self._take(0, copied, owner, anchors, copying, awaited=awaited)
         except OSError as exc:
             raise StoreError(f"the upload could not be copied: {exc}") from exc
         finally:
@@ -207,7 +235,7 @@ class Intake:
 
     def _take(
         self, reservation: int, arrival: Arrival, owner: Owner, anchors: tuple[Anchor, ...], copying: _Copying | None = None,
-        *, twice: bool = False,
+        *, twice: bool = False, awaited: _Awaited | None = None,
     ) -> tuple[Record, bool]:  # fmt: skip
         with self._index.changed:
             parent, tokens, attachments = self._whole(arrival)
@@ -230,9 +258,11 @@ class Intake:
                 # Making room may have waited: somebody else may have saved or dropped the same.
                 known = self._known(arrival, tokens, attachments)
             if known is not None:
-                self._annotate(known, anchors)
+                self._annotate(known[0], anchors)
                 self.duplicates += 1
-                return known, True
+                if awaited is not None:
+                    awaited.add(known)
+                return known[0], True
             if parent is not None and parent.gone:
                 raise OfferAgain("what the save builds on went while room was made for it")
             if header_id in self._index.records:
@@ -242,6 +272,8 @@ class Intake:
             self._warm.keep_anchors(record.namespace, self._options.anchors, newest=[record])
             if self._writer is not None:
                 self._writer.enqueue(record)
+            if awaited is not None:
+                awaited.add([record])
             self._index.changed.notify_all()
             return record, False
 
@@ -309,18 +341,22 @@ class Intake:
             raise FormatError(f"a state at {arrival.start} names other attachments than what it builds on")
         return parent, tokens, attachments
 
-    def _known(self, arrival: Arrival, tokens: bytes, attachments: tuple[Attachment, ...]) -> Record | None:
-        """A record that already holds all that would arrive."""
+    def _known(self, arrival: Arrival, tokens: bytes, attachments: tuple[Attachment, ...]) -> list[Record] | None:
+        """A record, and others beside it, that already hold all that would arrive."""
         header = arrival.header
         same = self._index.records.get(header.id)
         if same is not None and not same.packed:
-            return same
+            return [same]
         path = self._index.path(header.namespace, header.lineage, tokens, attachments, arrival.coverage.fields or None)
         if path is None:
             return None
         if isinstance(header, SegmentHeader):
-            return path.covering(header.end) if path.holds(arrival.coverage.extents) and path.held() >= header.end else None
-        return path.providing(header.position, arrival.provides)
+            holds = path.holds(arrival.coverage.extents) and path.held() >= header.end
+            record = path.covering(header.end) if holds else None
+            # Windowed rows may lie in segments that it does not build on.
+            return list(dict.fromkeys([record, *path.resumed_from(header.end)])) if record is not None else None
+        state = path.providing(header.position, arrival.provides)
+        return [state] if state is not None else None
 
     def _refuse_twice(self, arrival: Arrival, tokens: bytes, attachments: tuple[Attachment, ...]) -> None:
         """OfferAgain where somebody else saved a good part of these rows since they were offered:
@@ -344,7 +380,7 @@ class Intake:
         length = len(request.tokens)
         attachments = check_attachments(unpack_attachments(request.attachments), length)
         _check_positions(anchors, length, attachments)
-        try:
+        with _Awaited(self._index, request.ack) as awaited:
             with self._index.changed:
                 path = self._index.path(request.namespace, Lineage(request.lineage), request.tokens.tobytes(), attachments)
                 held = path.held() if path is not None else 0
@@ -357,9 +393,9 @@ class Intake:
                 self._annotate(record, anchors)
                 self._warm.keep_anchors(record.namespace, self._options.anchors, newest=needed)
                 self.duplicates += 1
-        finally:
+                awaited.add(list(dict.fromkeys([record, *needed])))
             self._warm.reap()
-        durable = self._acknowledge(list(dict.fromkeys([record, *needed])), request.ack, bool(anchors))
+            durable = self._acknowledge(awaited.records, request.ack, bool(anchors))
         return m.Committed(record.id, held, 0, True, durable)
 
     def _annotate(self, record: Record, anchors: tuple[Anchor, ...]) -> None:

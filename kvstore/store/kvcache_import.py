@@ -58,9 +58,11 @@ class Imported:
 
 def parse_sidecar(text: str) -> Sidecar:
     """Raises FormatError for anything but these keys, all of them."""
+    if len(text) > MAX_SIDECAR_BYTES:
+        raise FormatError(f"the sidecar has more than {MAX_SIDECAR_BYTES} bytes")
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as exc:
+    except (ValueError, RecursionError) as exc:  # no TOML, an integer or nesting without end
         raise FormatError(f"the sidecar is not TOML: {exc}") from exc
     if set(table) != set(_TYPES) or any(type(table[name]) is not kind for name, kind in _TYPES.items()):
         raise FormatError(

@@ -188,5 +188,6 @@ class Ledger:
         if self._ceiling is None or now <= self._ceiling[1]:
             return
         ceiling, since = self._ceiling
-        ceiling += int(self.budget_bytes * (now - since) / CEILING_RISE_S)
-        self._ceiling = (ceiling, now) if ceiling < self.budget_bytes else None
+        # Asked often, it rises by nothing each time: then it is still counted from before.
+        if risen := int(self.budget_bytes * (now - since) / CEILING_RISE_S):
+            self._ceiling = (ceiling + risen, now) if ceiling + risen < self.budget_bytes else None

@@ -11,7 +11,8 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from warmkv.kvstore import memfd
@@ -284,6 +285,20 @@ class Promotion:
                 return True
             self._index.changed.wait_for(lambda: not any(record.promotion for record in records))
             return False
+
+    @contextmanager
+    def kept(self, record: Record) -> Iterator[bool]:
+        """Whether a record is on disk; inside it does not give way, so that what cannot be read of it is
+        bad, unless it was dropped. Wants the index lock free."""
+        with self._index.changed:
+            stored = record.cold == Cold.STORED and not record.gone
+            record.awaited += stored
+        try:
+            yield stored
+        finally:
+            with self._index.changed:
+                record.awaited -= stored
+                self._index.changed.notify_all()
 
     def quarantine(self, record: Record, reason: str) -> None:
         """Take a record whose bytes are bad, and all that builds on it, out of both tiers."""

@@ -86,7 +86,7 @@ class Removal:
     def _finish(self, dropped: list[Record]) -> m.Forgotten:
         self._warm.reap()
         if self._writer is not None and dropped:
-            self._writer.flush(None)
+            self._writer.settle()
             with self._index.changed:
                 if self._writer.refused(record.id for record in dropped):
                     raise ColdFull("dropped, but the disk refused to delete some of it; that is tried again with every write")

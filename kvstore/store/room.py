@@ -40,7 +40,7 @@ def drop(index: Index, warm: WarmTier, writer: WriteBehind | None, records: Iter
 
 def droppable(record: Record, warm: WarmTier, now_ns: int) -> bool:
     """Whether a record may leave both tiers: nobody pinned or uses it, nor is it being moved."""
-    busy = record.cold in DIRTY or record.promotion is not None
+    busy = record.cold in DIRTY or record.promotion is not None or record.awaited > 0
     return not (busy or record.pinned_until_ns > now_ns or warm.leased(record))
 
 

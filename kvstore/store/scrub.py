@@ -160,9 +160,10 @@ class Scrubber:
         read = 0
         try:
             read += self._check_warm(record)
-            if record.cold == Cold.STORED and not record.gone:
-                self._cold.verify(record.id)
-                read += record.total_bytes
+            with self._promotion.kept(record) as stored:
+                if stored:
+                    self._cold.verify(record.id)
+                    read += record.total_bytes
         except FormatError as exc:
             if not record.gone and record.cold == Cold.STORED:
                 self._promotion.quarantine(record, f"found by the scrub: {exc}")

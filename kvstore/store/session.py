@@ -133,7 +133,7 @@ class LocalSession:
         return self._engine.intake.annotate(request)
 
     def pin(self, request: m.Pin) -> m.Pinned:
-        self._require_readable(request.namespace)
+        self._require_writable(request.namespace)
         return self._engine.removal.pin(request)
 
     def forget(self, request: m.Forget) -> m.Forgotten:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import pwd
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -19,8 +20,11 @@ from warmkv.schema.errors import RecordError
 
 MAX_PATH_BYTES = 4096
 SLICE_BYTES = 4 << 20
+#: Larger is no model, but a file of holes that would be read for hours.
+MAX_FILE_BYTES = 1 << 40
 #: Never follow a last symbolic link, never wait for a pipe's writer.
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +53,24 @@ class WeightFile:
     digest: str = ""
 
 
-def signature(path: str) -> Signature | None:
-    """The signature of a regular file now; None where there is none, or it cannot be looked at."""
+def signature(path: str, uid: int) -> Signature | None:
+    """The signature of a regular file now; None where user ``uid`` finds none that may be read."""
     try:
-        found = os.lstat(path)
+        with _above(path, uid) as (folder, name):
+            return Signature.of(_found(folder, name, uid))
     except (OSError, ValueError):
         return None
-    return Signature.of(found) if stat.S_ISREG(found.st_mode) else None
 
 
-def read(path: str, keep_on: Callable[[], bool]) -> WeightFile | None:
-    """The file with its digest, read slice by slice as long as ``keep_on`` says so. None where it
-    cannot be read, is no regular file, changed while it was read, or the reading was given up."""
+def read(path: str, uid: int, keep_on: Callable[[], bool]) -> WeightFile | None:
+    """The file with its digest, read slice by slice as long as ``keep_on`` says so. None where user
+    ``uid`` could not read it, it is no regular file, changed while it was read, or the reading was given up."""
     try:
-        fd = os.open(path, _OPEN)
+        fd = _opened(path, uid)
     except (OSError, ValueError):
         return None
     try:
         before = os.fstat(fd)
-        if not stat.S_ISREG(before.st_mode):
-            return None
         state = xxhash.xxh3_128()
         while keep_on():
             data = os.read(fd, SLICE_BYTES)
@@ -103,33 +105,69 @@ def first_look(path: object, uid: int) -> WeightFile:
     """A file that user ``uid`` wants watched. Raises RecordError for anything but a regular file that
     this user may read, in the same words whichever it is."""
     name = check_path(path)
-    refused = RecordError(f"weight file {name} is no regular file that uid {uid} may read")
-    if not readable_by(name, uid):
-        raise refused
-    try:
-        fd = os.open(name, _OPEN)
-    except OSError as exc:
-        raise refused from exc
-    try:
-        found = os.fstat(fd)
-    finally:
-        os.close(fd)
-    if not stat.S_ISREG(found.st_mode):
-        raise refused
-    return WeightFile(name, Signature.of(found))
+    found = signature(name, uid)
+    if found is None:
+        raise RecordError(f"weight file {name!r} is no regular file that uid {uid} may read")
+    return WeightFile(name, found)
 
 
-def readable_by(path: str, uid: int) -> bool:
-    """Whether mode and owner let user ``uid`` reach and read a file. For root and for this process's
-    own user, opening it will tell. Access lists and capabilities are not asked: they may allow more."""
-    if uid in (0, os.geteuid()):
-        return True
-    groups = _groups(uid)
+def _opened(path: str, uid: int) -> int:
+    """A descriptor of a file that user ``uid`` may read. Raises OSError, ValueError."""
+    with _above(path, uid) as (folder, name):
+        _found(folder, name, uid)  # first: opening some of what is no file has consequences
+        fd = os.open(name, _OPEN, dir_fd=folder)
     try:
-        above = [os.stat(str(folder)) for folder in PurePosixPath(path).parents]
-        return all(_allows(item, uid, groups, 1) for item in above) and _allows(os.lstat(path), uid, groups, 4)
+        _require_readable(os.fstat(fd), uid)
     except OSError:
-        return False
+        os.close(fd)
+        raise
+    return fd
+
+
+def _found(folder: int | None, name: str, uid: int) -> os.stat_result:
+    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    _require_readable(found, uid)
+    return found
+
+
+def _require_readable(found: os.stat_result, uid: int) -> None:
+    """Raises OSError for anything but a regular file that user ``uid`` may read."""
+    if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_FILE_BYTES:
+        raise OSError("no regular file of a model's size")
+    if not _trusted(uid) and not _allows(found, uid, groups_of(uid), 4):
+        raise PermissionError(f"uid {uid} may not read it")
+
+
+@contextmanager
+def _above(path: str, uid: int) -> Iterator[tuple[int | None, str]]:
+    """The folder a file is looked for in, and its name there. For another user that is where the path
+    leads as it is now, each folder on the way entered by itself and only if that user may: whoever can
+    put a link in the place of a folder leads us nowhere else. Access lists and capabilities are not asked:
+    they may allow more. Raises OSError."""
+    if _trusted(uid):
+        yield None, path
+        return
+    groups = groups_of(uid)
+    if not all(_allows(os.stat(folder), uid, groups, 1) for folder in PurePosixPath(path).parents):
+        raise PermissionError(f"uid {uid} may not look there")
+    parent, name = os.path.split(path)
+    at = os.open("/", _FOLDER)
+    try:
+        for part in (*PurePosixPath(os.path.realpath(parent)).parts[1:], ""):
+            if not _allows(os.fstat(at), uid, groups, 1):
+                raise PermissionError(f"uid {uid} may not look there")
+            if part:
+                below = os.open(part, _FOLDER, dir_fd=at)
+                os.close(at)
+                at = below
+        yield at, name
+    finally:
+        os.close(at)
+
+
+def _trusted(uid: int) -> bool:
+    """Root and this process's own user: what may be opened is theirs to know."""
+    return uid in (0, os.geteuid())
 
 
 def _allows(found: os.stat_result, uid: int, groups: set[int], bit: int) -> bool:
@@ -138,7 +176,8 @@ def _allows(found: os.stat_result, uid: int, groups: set[int], bit: int) -> bool
     return bool(found.st_mode >> shift & bit)
 
 
-def _groups(uid: int) -> set[int]:
+def groups_of(uid: int) -> set[int]:
+    """Groups of a user, as the account database has them; none for an unknown one."""
     try:
         account = pwd.getpwuid(uid)
     except KeyError:

@@ -6,8 +6,8 @@ loaded from are looked at every so often: when the content of one is another, ev
 namespace is dropped, and the entry with it. A file that is gone may be on a disk that is not
 mounted: nothing is dropped until it is back.
 
-Whoever registers must be able to read the file (`weight_file.readable_by`), and retires only what
-that user may write: an entry for the namespace of somebody else does nothing.
+Whoever registers must be able to read the file, then and at every look, else it might tell of files of
+others. And an entry retires only what that user may write: one for the namespace of somebody else does nothing.
 """
 
 from __future__ import annotations
@@ -141,12 +141,12 @@ class Weights:
         """The first file of an entry whose content is not proven to be what it was; ``known`` is
         what was read already, of any entry."""
         for before in files:
-            now = signature(before.path)
+            now = signature(before.path, entry[0])
             if now is None or not keep_on():
                 continue  # gone, or no time: it is looked at again
             if now == before.signature and before.digest:
                 continue
-            found = known.get((before.path, now)) or read(before.path, keep_on)
+            found = known.get((before.path, now)) or read(before.path, entry[0], keep_on)
             if found is None:
                 continue
             known[found.path, found.signature] = found
@@ -176,7 +176,7 @@ class Weights:
         with self._lock:
             self._keep(entry, {})
         self.retired += 1
-        log.warning("weight file %s has other content: namespace %s retired, %d records dropped", path, key.hex()[:8], records)
+        log.warning("weight file %r has other content: namespace %s retired, %d records dropped", path, key.hex()[:8], records)
         return Retired(key, path, records)
 
     # -- keeping ----------------------------------------------------------------------------

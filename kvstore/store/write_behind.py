@@ -26,6 +26,10 @@ from warmkv.schema.records import RecordId
 
 log = logging.getLogger(__name__)
 _ORPHAN = "what it builds on is not on disk: "
+#: A batch waits so long for records that cannot give way before somebody was told they are stored.
+TELL_S = 1.0
+#: Times more is let go for a batch where the room there is lies in pieces that are too small.
+MORE_ROOM = 3
 
 
 class WriteBehind:
@@ -63,6 +67,7 @@ class WriteBehind:
         #: and a lease that the garbage collector ends while another thread logs wants both.
         self._complaints: list[str] = []
         self._busy = False
+        self._rounds = 0
         self._stopping = False
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="warmkv-writer", daemon=True)
@@ -117,7 +122,7 @@ class WriteBehind:
 
     def trim(self, excess_bytes: int, *, dry_run: bool = False) -> list[Record]:
         """Let the worst go from the disk until ``excess_bytes`` are free, or all that can, lock held;
-        what went, or would. The bytes are gone after the thread's next round, see `flush`."""
+        what went, or would. The bytes are gone after the thread's next round, see `settle`."""
         victims = self._plan(excess_bytes, None, partly=True) or []
         if not dry_run:
             self.evict_all(victims)
@@ -129,10 +134,12 @@ class WriteBehind:
         self._index.changed.notify_all()
 
     def keeps(self, record: Record) -> bool:
-        """Whether a stored record must stay: without this copy it would be gone, not while somebody
-        wants it, nor from under children that leave the disk only and stay in the warm tier."""
+        """Whether a stored record must stay: nobody was told yet that it is stored, or without this copy
+        it would be gone, not while somebody wants it, nor from under children that leave the disk only
+        and stay in the warm tier."""
         last = not record.warm and (record.warm_children > 0 or self._warm.leased(record))
-        return last or record.promotion is not None or record.pinned_until_ns > self._wall_ns()
+        used = record.promotion is not None or record.awaited > 0
+        return last or used or record.pinned_until_ns > self._wall_ns()
 
     def carry_usage(self, timeout_s: float) -> None:
         """Commit anchors and usage now instead of with the next batch. Raises Busy, ColdFull,
@@ -162,12 +169,19 @@ class WriteBehind:
 
     def flush(self, timeout_s: float | None) -> bool:
         """Wait until nothing is queued, written or to be deleted. The lock must not be held."""
-
-        def idle() -> bool:
-            return not (self._queue or self._busy or self._deletions) or self._ended
-
         with self._index.changed:
-            return self._index.changed.wait_for(idle, timeout_s)
+            return self._index.changed.wait_for(self._idle, timeout_s)
+
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Wait until what was discarded or evicted before is deleted, or was refused, however much is
+        saved meanwhile. The lock must not be held."""
+        with self._index.changed:
+            # One round may be under way, and write what is then to be deleted.
+            wanted = self._rounds + 2
+            return self._index.changed.wait_for(lambda: self._rounds >= wanted or self._idle(), timeout_s)
+
+    def _idle(self) -> bool:
+        return not (self._queue or self._busy or self._deletions) or self._ended
 
     def refused(self, ids: Iterable[RecordId]) -> bool:
         """Whether one of these records could not be deleted from disk yet; lock held."""
@@ -201,8 +215,9 @@ class WriteBehind:
         """Delete what was dropped or must give way, then write one batch."""
         with self._index.changed:
             batch = self._take()
-            doomed = self._undeleted + self._deletions + self._make_room(batch)
-            self._undeleted, self._deletions = [], []
+            doomed, self._undeleted, self._deletions = self._undeleted + self._deletions, [], []
+            self._busy = True  # the lock may be given up while room is made
+            doomed += self._make_room(batch)
             self._busy = bool(batch or doomed)
         try:
             if self._delete(doomed, batch) and batch:
@@ -211,6 +226,7 @@ class WriteBehind:
             self._warm.reap()
             with self._index.changed:
                 self._busy = False
+                self._rounds += 1
                 complaints, self._complaints = self._complaints, []
                 self._index.changed.notify_all()
             for complaint in complaints:
@@ -242,26 +258,35 @@ class WriteBehind:
             record = self._queue.popleft()
             if record.gone or record.cold != Cold.QUEUED or not record.warm:
                 continue
-            parent = record.parent
-            if parent is not None and parent.cold not in (Cold.STORED, Cold.WRITING):
-                reason = parent.cold_error.removeprefix(_ORPHAN)
-                self._fail(record, f"{_ORPHAN}{reason}")
+            # What failed and was queued anew stands behind what builds on it.
+            links, above = [record], record.parent
+            while above is not None and above.cold == Cold.QUEUED:
+                links.append(above)
+                above = above.parent
+            if above is not None and above.cold not in (Cold.STORED, Cold.WRITING):
+                reason = above.cold_error.removeprefix(_ORPHAN)
+                for link in links:
+                    self._fail(link, f"{_ORPHAN}{reason}")
                 continue
-            self._index.set_cold(record, Cold.WRITING)
-            batch.append(record)
-            size += record.total_bytes
+            for link in reversed(links):
+                self._index.set_cold(link, Cold.WRITING)
+                batch.append(link)
+                size += link.total_bytes
         return batch
 
     def _make_room(self, batch: list[Record]) -> list[RecordId]:
         """Plan and enter cold evictions for a batch; lock held. Batch records that cannot fit
         fail and leave the batch."""
         doomed: list[RecordId] = []
+        deadline = time.monotonic() + TELL_S
         while True:
             victims = self._victims(batch)
             if victims:
                 doomed += self._let_go(victims)
             elif victims is not None or not batch:
                 return doomed
+            elif self._told_of_some(deadline - time.monotonic()):
+                continue
             elif len(batch) > 1:
                 for record in reversed(batch[1:]):
                     self._index.set_cold(record, Cold.QUEUED)
@@ -270,6 +295,14 @@ class WriteBehind:
             else:
                 alone = batch.pop()
                 self._fail(alone, self._no_room_for(alone))
+
+    def _told_of_some(self, timeout_s: float) -> bool:
+        """Whether a stored record may give way now whose committing somebody waited for; the lock is
+        given up meanwhile."""
+        awaited = [record for record in self._index.cold_order if record.awaited]
+        if not awaited or timeout_s <= 0:
+            return False
+        return self._index.changed.wait_for(lambda: not all(record.awaited for record in awaited), timeout_s)
 
     def _victims(self, batch: Sequence[Record]) -> list[Record] | None:
         """What must go next so that a batch fits, of those first who have more than their share;
@@ -330,7 +363,7 @@ class WriteBehind:
                     items.append(self._item(record))
                 counter = self._index.counter
             if items:
-                self._cold.write(items, counter)
+                self._store(items, counter)
         except WarmKVError as exc:
             error = str(exc)
         except Exception as exc:  # noqa: BLE001 - the writer must live; the save is told
@@ -351,6 +384,24 @@ class WriteBehind:
             if not error:
                 self._restore_order(batch)
             self._index.changed.notify_all()
+
+    def _store(self, items: Sequence[WriteItem], counter: int) -> None:
+        """Commit a batch. Chunks need free pages in a row: where those that are free lie scattered more
+        is let go, the worst first. Raises ColdFull."""
+        wanted = sum(item.total_bytes for item in items)
+        for number in range(MORE_ROOM):
+            try:
+                self._cold.write(items, counter)
+                return
+            except ColdFull as exc:
+                if not self._cold.scattered(exc, wanted):
+                    raise
+                with self._index.changed:
+                    doomed = self._let_go(self._plan(wanted << number, None, partly=True) or [])
+                if not doomed or not self._delete(doomed, []):
+                    raise
+                log.info("%d records give way, free pages lie scattered: %s", len(doomed), exc)
+        self._cold.write(items, counter)
 
     def _restore_order(self, batch: list[Record]) -> None:
         """Newly stored records entered the cold order last; what they build on goes behind them."""

@@ -124,3 +124,15 @@ def test_variables_nobody_reads_are_reported() -> None:
 
 def test_auto_budget_is_the_stores_own_default() -> None:
     assert config.load({"warm_bytes": "auto"}, None, {}).warm_bytes is None
+
+
+def test_a_file_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="more than 1048576 bytes"):
+        config.load({}, tmp_path / "config.toml", {})
+
+
+def test_a_time_that_may_be_never_says_so() -> None:
+    assert [config.load({"ttl_s": given}).ttl_s for given in ("0", "0.0", "60")] == [0, 0, 60]
+    with pytest.raises(ConfigError, match="expected 0, or at most"):
+        config.load({"ttl_s": "soon"})

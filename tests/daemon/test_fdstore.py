@@ -121,6 +121,29 @@ def test_what_is_evicted_is_let_go_of_with_its_namespace(
     assert eventually(store.settled) and store.kept_bytes == 0
 
 
+def test_what_went_just_before_the_end_is_let_go_of(
+    manager: ServiceManager, keeping: Keeping, engine: Engine, save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next process would take back what was forgotten."""
+    store = keeping(engine)
+    save(32, 64)
+    assert manager.keeps(lambda names: len(names) == 3) and eventually(store.settled)
+    stopping, send = threading.Event(), store._send
+
+    def late(text: str, fd: int = -1) -> None:
+        assert stopping.wait(20)
+        send(text, fd)
+
+    monkeypatch.setattr(store, "_send", late)
+    with engine.index.changed:
+        for record in sorted(engine.index.warm_order, key=lambda item: -item.start):
+            engine.warm.evict(record)
+    monkeypatch.setattr(store._ended, "wait", lambda timeout: stopping.set() or threading.Event().wait(0.001))
+    store.stop()
+    engine.warm.reap()
+    assert manager.keeps(lambda names: not names)
+
+
 def test_bytes_are_bounded_until_they_are_let_go_of(
     manager: ServiceManager, keeping: Keeping, engine: Engine, save: Save
 ) -> None:

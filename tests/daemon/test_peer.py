@@ -85,6 +85,18 @@ def test_connections_of_one_user_are_counted_while_they_last(socket_path: Path, 
         peers(served.socket).greet()
 
 
+def test_who_may_connect_no_longer_is_cut_off_and_others_stay(socket_path: Path, engine: Engine, peers: type) -> None:
+    with ServedEngine(socket_path, engine) as served:
+        peer = peers(served.socket).greet()
+        served.server.admission = Admission(frozenset({os.geteuid()}), 1)
+        assert isinstance(peer.ask(m.Report("status")), m.Document)
+        served.server.admission = Admission(frozenset(), 8, frozenset({os.getegid()}))
+        assert isinstance(peer.ask(m.Report("status")), m.Document)
+        served.server.admission = Admission(frozenset({os.geteuid() + 1}), 8)
+        assert eventually(lambda: served.server.connections == 0)
+        assert peers(served.socket).hears_fault_and_end() == errors.PeerRefused.code
+
+
 def test_what_is_known_of_a_peer_reaches_its_session(socket_path: Path, engine: Engine, peers: type) -> None:
     seen: list[tuple[int, bool, frozenset[int]]] = []
     original = engine.session

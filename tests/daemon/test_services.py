@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -68,6 +72,30 @@ def test_a_step_is_taken_when_asked_and_again_after_it_failed() -> None:
     service.stop()
     assert len(steps) == 2 and threading.active_count() == before
     Repeating("never started", step).stop()
+
+
+def test_asking_may_be_interrupted_by_asking() -> None:
+    """As a signal handler does that runs between any two lines, also those of the library."""
+    service = Repeating("test", lambda: None)
+    asked = threading.Event()
+
+    def ask() -> None:
+        for line in range(12):
+            seen = iter(range(line))
+
+            def at_line(frame: FrameType, event: str, arg: object, seen: Iterator[int] = seen) -> Callable[..., Any]:
+                if event == "line" and next(seen, None) is None:
+                    sys.settrace(None)
+                    service.ask()
+                return at_line
+
+            sys.settrace(at_line)
+            service.ask()
+            sys.settrace(None)
+        asked.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    assert asked.wait(20)
 
 
 def test_a_step_is_taken_again_and_again() -> None:

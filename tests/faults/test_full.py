@@ -128,7 +128,7 @@ def served(where: Path, faults: Faults = NO_FAULTS, **budgets: int) -> Iterator[
             assert check(engine) == []
     finally:
         engine.close()
-    again = Store(Engine.open(StoreOptions(where / "store", **sizes)))  # type: ignore[arg-type]
+    again = Store(Engine.open(StoreOptions(where / "store", **{**sizes, "warm_bytes": 16 * MIB})))  # type: ignore[arg-type]
     try:
         lost = [prompt for prompt in agent.durable if not look(again, prompt, verify=True)]
         assert [told(again, prompt) for prompt in lost] == []

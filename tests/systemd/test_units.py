@@ -17,7 +17,7 @@ import pytest
 from warmkv.daemon import config
 from warmkv.daemon.cli.exits import TOO_NEW, USAGE
 from warmkv.daemon.cli.group import VERBS
-from warmkv.daemon.cli.units import rendered
+from warmkv.daemon.cli.units import out_of_reach, rendered
 from warmkv.daemon.testing import PATIENCE_S, child_environ
 
 SYSTEM = {"warmkv.service", "warmkv.socket", "warmkv-evict.service", "warmkv-evict.timer", "warmkv-sysusers.conf"}
@@ -105,6 +105,11 @@ def test_the_directory_of_the_socket_outlives_the_service() -> None:
     assert service["RuntimeDirectoryPreserve"] == ["yes"] and service["RuntimeDirectoryMode"] == ["0750"]
     assert f"WARMKV_SOCKET={path}" in service["Environment"]
     assert socket["SocketMode"] == ["0660"] and socket["SocketGroup"] == service["Group"]
+    assert "SocketUser" not in socket  # clients accept sockets of root and of their own user only
+    # Else the manager chowns the folder, and what is in it, when the service starts.
+    (made,) = socket["ExecStartPre"]
+    user, mode, folder = service["User"][0], service["RuntimeDirectoryMode"][0], Path(path).parent
+    assert made.split()[1:] == ["-d", "-o", user, "-g", user, "-m", mode, str(folder)]
 
 
 @both
@@ -144,6 +149,15 @@ def test_a_program_below_a_home_can_be_seen_by_the_system_service() -> None:
     for program, expected in (("/home/ann/.venv/bin/warmkv", "read-only"), ("/usr/bin/warmkv", "yes")):
         units = rendered(user=False, program=program)
         assert settings(units["warmkv.service"])["ProtectHome"] == [expected]
+
+
+def test_programs_that_another_user_cannot_run_are_named(tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o700)
+    program = tmp_path / "closed" / "warmkv"
+    program.write_text("")
+    program.chmod(0o755)
+    assert out_of_reach([str(program)]) == [str(program)]
+    assert out_of_reach(["/bin/sh", "/nonexistent/warmkv"]) == []
 
 
 @both

@@ -24,10 +24,13 @@ def verify(engine: Engine, access: Access, given: dict[str, object]) -> dict[str
     checked = total = 0
     bad: list[dict[str, str]] = []
     for record in records:
-        if engine.cold is None or record.gone or record.cold != Cold.STORED:
+        if engine.cold is None:
             continue
         try:
-            engine.cold.verify(record.id)
+            with engine.promotion.kept(record) as stored:
+                if not stored:
+                    continue
+                engine.cold.verify(record.id)
         except FormatError as exc:
             if record.gone or record.cold != Cold.STORED:
                 continue

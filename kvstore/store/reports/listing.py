@@ -39,10 +39,8 @@ def show(engine: Engine, access: Access, given: dict[str, object]) -> dict[str, 
     if len(wanted) < 4:
         raise RecordError(f"id {wanted!r} is too short, at least 4 hex digits are needed")
     with engine.index.changed:
-        found = [
-            record for record in engine.index.records.values()
-            if record.id.hex().startswith(wanted) and access.reads(record.namespace)
-        ]  # fmt: skip
+        ours = access.readable(engine.index)
+        found = [record for item in ours for record in item.records if record.id.hex().startswith(wanted)]
         if len(found) != 1:
             return {"found": len(found), "ids": sorted(record.id.hex() for record in found)[:MAX_ROWS]}
         record = found[0]
@@ -107,6 +105,7 @@ def _record_row(record: Record) -> dict[str, object]:
         "bytes": record.total_bytes,
         "warm": record.warm,
         "cold": record.cold.name.lower(),
+        "cold_error": record.cold_error,
         "hits": record.hits,
         "last_used": record.last_used,
         "pinned": record.pinned_until_ns > time.time_ns(),

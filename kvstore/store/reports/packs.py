@@ -65,6 +65,8 @@ def _prompt(engine: Engine, record: Record) -> exporting.Choose:
 
 
 def _only(found: list[Found], digits: str) -> Found:
-    if len(found) != 1:
-        raise UnknownNamespace(f"{digits} is the beginning of {len(found)} that you may read, expected of 1")
+    if not found:
+        raise UnknownNamespace(f"nothing that you may read begins with {digits}")
+    if len(found) > 1:
+        raise UnknownNamespace(f"{digits} is ambiguous: {len(found)} that you may read begin with it")
     return found[0]

@@ -64,7 +64,8 @@ def test_evict_of_both_tiers_and_without_a_size(ask: Warmkv, store: Store) -> No
     assert nothing.status == 0 and not any(nothing.value.values())
     assert ask("evict --json --to 0").status == 0
     assert (store.stats()["entries"], warm_bytes(store)) == (0, 0)
-    assert "gone" in ask("evict").out or "name" in ask("evict").out.lower()
+    assert ask("evict").out == "gone from memory: 0 records, 0 B\ngone from disk: 0 records, 0 B\n"
+    assert ask("evict --tier warm --dry-run").out == "would go from memory: 0 records, 0 B\n"
 
 
 def test_evict_of_a_store_without_daemon(warmkv: Warmkv, tmp_path: Path) -> None:
@@ -148,6 +149,17 @@ def test_scrub_of_a_store_without_daemon(warmkv: Warmkv, tmp_path: Path, identit
     assert (ran.status, ran.value["passes"], ran.value["found_bad"]) == (0, 1, 0)
 
 
+def test_looking_into_a_store_that_is_larger_than_our_settings_allow_evicts_nothing(
+    warmkv: Warmkv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(tmp_path / "store", cold_bytes=64 << 20, warm_bytes=4 << 20) as opened:
+        fill(opened)
+    for budget in ("300KiB", "0"):
+        monkeypatch.setenv("WARMKV_COLD_BYTES", budget)
+        assert warmkv("stats", "--json", "--store", tmp_path / "store").value["entries"] == 4
+        assert warmkv("verify", "--json", "--store", tmp_path / "store").value["checked"] == 4
+
+
 # -- health, reload, watch ---------------------------------------------------------------------
 
 
@@ -166,8 +178,10 @@ def test_health_names_what_is_wrong(ask: Warmkv, store: Store) -> None:
 def test_reload_asks_whoever_read_the_settings(ask: Warmkv, store: Store) -> None:
     refused = ask("reload --json")
     assert (refused.status, refused.error) == (1, "UnsupportedError")
-    store.engine.reload = lambda: {"changed": ["log_level"]}
-    assert ask("reload --json").value == {"changed": ["log_level"]}
+    for report, status in (({"ok": True, "applied": ["log_level"]}, 0), ({"ok": False, "error": "wrong"}, 1)):
+        store.engine.reload = lambda report=report: report
+        told = ask("reload --json")
+        assert (told.value, told.status) == (report, status)
 
 
 def test_watched_files(ask: Warmkv, store: Store, identity: Identity, tmp_path: Path) -> None:

@@ -17,9 +17,12 @@ import numpy as np
 import pytest
 
 from warmkv import __version__, connect
+from warmkv.daemon.cli import doctor
 from warmkv.daemon.cli.group import VERBS
 from warmkv.daemon.testing import PATIENCE_S, DaemonProcess, child_environ
+from warmkv.kvstore import paths
 from warmkv.kvstore.rows import LayerRows
+from warmkv.schema.errors import ConfigError
 from warmkv.schema.identity import Identity
 
 Rows = Callable[[int], list[LayerRows]]
@@ -111,6 +114,29 @@ def test_ls_and_show(ask: Callable[..., Ran], stored: str) -> None:
     assert shown.status == 0 and [link["id"] for link in shown.value["chain"]] == [prefix["id"]]
     assert shown.value["warm_bytes"] > 0 and shown.value["cold_bytes"] > 0
     assert "chain" not in ask("show", prefix["id"]).err and prefix["id"] in ask("show", prefix["id"]).out
+
+
+def test_output_that_cannot_be_written_is_a_sentence() -> None:
+    for more in ([], ["--json"]):
+        with open("/dev/full", "w") as full:
+            command = [sys.executable, "-m", "warmkv.daemon.cli", "units", *more]
+            done = subprocess.run(
+                command, stdout=full, stderr=subprocess.PIPE, text=True, env=child_environ(), timeout=PATIENCE_S
+            )  # fmt: skip
+        assert (done.returncode, "Traceback" in done.stderr) == (1, False) and "No space left" in done.stderr
+
+
+def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object, **__: object) -> Path:
+        raise RuntimeError("no home")
+
+    for answer in (none, lambda *_, **__: Path("~/.config/warmkv")):
+        monkeypatch.setattr("platformdirs.user_config_path", answer)
+        monkeypatch.setattr("platformdirs.user_data_path", answer)
+        for default in (paths.default_config_path, paths.default_store_path):
+            with pytest.raises(ConfigError, match="set HOME"):
+                default()
+        assert [(check.name, check.state) for check in doctor.checks(None, None)] == [("configuration", "fail")]
 
 
 def test_stats(ask: Callable[..., Ran], stored: str) -> None:

@@ -14,10 +14,11 @@ import pytest
 
 from warmkv.daemon import config as configuration
 from warmkv.daemon.pressure import Source
-from warmkv.daemon.watching import Watching
+from warmkv.daemon.watching import Watching, service
 from warmkv.kvstore.store import Store, StoreOptions, cgroup, reconfigure
 from warmkv.kvstore.store.check import check
 from warmkv.kvstore.store.engine import Engine
+from warmkv.kvstore.store.index import Cold
 from warmkv.kvstore.store.options import Share
 from warmkv.kvstore.testing import TOKENS, random_identity, save
 from warmkv.schema.errors import BudgetError
@@ -140,6 +141,20 @@ def test_what_can_change_does_and_what_cannot_is_named(
 ) -> None:
     names = tuple(values)
     assert changed(begin(), file, **values) == ((names, ()) if applied else ((), names))
+
+
+def test_a_cold_tier_that_is_turned_off_keeps_what_it_holds(begin: Callable[..., Watching], store: Store, file: Path) -> None:
+    save(store, WIDE, TOKENS, ack="disk")
+    assert changed(begin(), file, cold_bytes=0) == ((), ("cold_bytes",))
+    store.flush()
+    assert sum(record.cold == Cold.STORED for record in store.engine.index.records.values()) == 1
+
+
+def test_the_spool_takes_files_of_those_who_may_connect(begin: Callable[..., Watching], monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = {7: {70, 71}, 8: {80}}
+    monkeypatch.setattr(service, "groups_of", lambda uid: groups.get(uid, set()))
+    watching = begin(allow_uids="9", allow_gids="71,72")
+    assert [uid for uid in (os.geteuid(), 7, 8, 9, 10) if watching._permitted(uid)] == [os.geteuid(), 7, 9]
 
 
 def test_an_eviction_service_is_not_ended_by_an_interval_of_0(begin: Callable[..., Watching], store: Store, file: Path) -> None:

@@ -51,7 +51,7 @@ class Box:
         self.begun = False
 
     def anew(self) -> Spool:
-        return Spool(lambda: self.folder, self.store, lambda: self.uids, lambda: INTERVAL_S, self.time)
+        return Spool(lambda: self.folder, self.store, lambda uid: uid in self.uids, lambda: INTERVAL_S, self.time)
 
     def drop(self, name: str, data: bytes = b"data", *, closed: bool = True) -> Path:
         path = self.folder / name
@@ -326,6 +326,45 @@ def test_hints_are_bounded(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_spool_nothing_is_looked_at(time: Any) -> None:
-    spool = Spool(lambda: None, Store(), lambda: frozenset(), lambda: 1.0, time)
+    spool = Spool(lambda: None, Store(), lambda uid: False, lambda: 1.0, time)
     spool.look(lambda: True)
     assert spool.folders() == {} and spool.problem() == ""
+
+
+def test_what_cannot_be_taken_does_not_keep_the_others_waiting(
+    box: Box, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as a folder of somebody else, which only its owner may move, and a name that leaves no room for
+    that of a description."""
+    real = os.rename
+
+    def refused(source: Path, target: Path) -> None:
+        if source.name == "a.warmkv":
+            raise PermissionError(13, "Permission denied")
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", refused)
+    (box.folder / "a.warmkv").mkdir()
+    box.drop(f"{'b' * 247}.kvcache")
+    box.look()
+    box.time.sleep(module.SIDECAR_PATIENCE_S)
+    box.drop("z.warmkv")
+    caplog.clear()
+    assert box.look() == ["z.warmkv"]
+    assert sum("cannot be taken" in said for said in caplog.messages) == 2
+    box.drop("y.warmkv")
+    assert box.look() == ["y.warmkv"]
+    assert sum("cannot be taken" in said for said in caplog.messages) == 2
+
+
+def test_names_as_long_as_names_may_be_are_filed_away(box: Box) -> None:
+    name = f"{'b' * 248}.warmkv"
+    for _ in range(2):
+        box.drop(name)
+        assert box.look() == [name]
+    assert len(box.listed()["done"]) == 2
+    box.store.error = FormatError("no")
+    box.drop(name)
+    assert box.look() == [name]
+    assert box.look() == []
+    assert box.listed()["failed"] == {name}

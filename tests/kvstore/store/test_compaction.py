@@ -14,7 +14,7 @@ import lmdb
 import pytest
 
 import warmkv
-from warmkv.kvstore.store import Store, folder
+from warmkv.kvstore.store import Store, folder, lmdb_map
 from warmkv.kvstore.store.check import check
 from warmkv.kvstore.store.environment import Environment
 from warmkv.kvstore.store.faults import Faults
@@ -314,3 +314,17 @@ def test_a_backup_never_replaces_anything(open_store_with: OpenStore, wide: Iden
     with pytest.raises(StoreError, match="no backup was made"):
         cold_of(store).backup(tmp_path / "not" / "there" / "backup")
     assert (tmp_path / "file").read_text() == "kept" and list((tmp_path / "directory").iterdir()) == []
+
+
+def test_what_is_stored_is_within_the_budget_as_soon_as_the_files_were_exchanged(
+    open_store_with: OpenStore, wide: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others took the disk's room meanwhile. A writer that looks at that moment lets nothing go."""
+    store = open_store_with(True, cold_bytes=8 << 20)
+    for seed in range(4):
+        save(store, wide, ids(seed), ack="disk")
+    assert store.engine.cold is not None
+    env, open_map = store.engine.cold._env, lmdb_map.open_map
+    monkeypatch.setattr(lmdb_map, "open_map", lambda where, wanted: (open_map(where, wanted)[0], 4096))
+    env.replace(lambda: None)
+    assert env.live_bytes() <= env.budget_bytes < 8 << 20

@@ -345,10 +345,10 @@ def disturbed(store: Store, at: int, what: Callable[[], None]) -> None:
     intake: Any = store.engine.intake
     take, number = intake._take, itertools.count()
 
-    def disturbing(*about: Any) -> Any:
+    def disturbing(*about: Any, **how: Any) -> Any:
         if next(number) == at:
             what()
-        return take(*about)
+        return take(*about, **how)
 
     intake._take = disturbing
 

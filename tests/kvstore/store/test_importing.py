@@ -407,6 +407,27 @@ def test_what_is_being_written_is_not_evicted_under_the_reader(open_store_with: 
     assert not source.engine.index.records and source.engine.warm.ledger.leased_bytes == 0
 
 
+def test_a_file_that_takes_its_time_keeps_nobody_waiting(open_store_with: OpenStore, tmp_path: Path) -> None:
+    """It is the peer's, who may never let a write end: the disk is not being read then."""
+    with open_store_with(tmp_path / "a") as source:
+        filled(source, MIXED, ack="disk")
+    closed, target = open_store_with(tmp_path / "a", warm_bytes=0), open_store_with()
+    cold, real, compacted = closed.engine.cold, os.pwrite, []
+    assert cold is not None
+
+    def slow(fd: int, data: Any, at: int) -> int:
+        if at and len(compacted) < 9:
+            compacted.append(cold.compact())  # waits for all that read
+        return real(fd, data, at)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", slow)
+        assert write(closed, MIXED, tmp_path / "x.warmkv").skipped == 0
+    assert len(compacted) == 9
+    import_file(target.engine, tmp_path / "x.warmkv", UID)
+    contents(target, MIXED)
+
+
 def test_the_file_is_private_and_whole_or_not_there(open_store_with: OpenStore, tmp_path: Path) -> None:
     source, path = open_store_with(), tmp_path / "x.warmkv"
     filled(source, HYBRID)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from warmkv.kvstore.store import Store
+from warmkv.kvstore.store import Store, kvcache_import
 from warmkv.kvstore.store.importing import ImportResult, import_file
 from warmkv.kvstore.store.options import Share
 from warmkv.kvstore.testing import TOKENS, mixed_identity, plane_bits, save
@@ -135,6 +135,12 @@ def test_sidecars_that_do_not_say_it_all_are_refused(
         beside.write_text(beside.read_text().replace("n_heads = 8", "n_heads = true"))
     with pytest.raises(FormatError, match="sidecar"):
         import_file(store.engine, path, UID)
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * 5000, "a = " + "9" * 5000, "#" * 65537, "a."])
+def test_sidecars_without_end_are_refused_as_no_toml(text: str) -> None:
+    with pytest.raises(FormatError, match="sidecar"):
+        kvcache_import.parse_sidecar(text)
 
 
 def test_a_file_without_sidecar_is_refused(store: Store, drop: Callable[..., Path], tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from warmkv.kvstore.store.ledger import Ledger
+from warmkv.kvstore.store.ledger import CEILING_HOLD_S, CEILING_RISE_S, Ledger
 
 
 def test_a_reservation_is_used_up_bit_by_bit() -> None:
@@ -75,3 +75,11 @@ def test_reservations_add_up_whatever_happens_to_them() -> None:
             assert ledger.living({*account, 999}) == set(account)
             assert ledger.excess_bytes(10_000) == ledger.reserved_bytes
         assert ledger.peak_bytes == peak
+
+
+def test_a_ceiling_rises_however_often_it_is_asked() -> None:
+    ledger = Ledger(1000, 10)
+    ledger.cap(100, 0.0)
+    for tenth in range(int(10 * (CEILING_HOLD_S + 2 * CEILING_RISE_S))):
+        ledger.expire(tenth / 10)
+    assert ledger.limit_bytes == 1000

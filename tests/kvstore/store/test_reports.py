@@ -107,6 +107,18 @@ def test_problems_are_told_to_the_user_the_store_belongs_to(
     assert told(store.engine.session(STRANGER), "verify")["problems"] == []
 
 
+def test_what_is_not_on_disk_says_why(open_store_with: OpenStore, identity: Identity) -> None:
+    store = open_store_with(True)
+    saved = save(store, identity, TOKENS, ack="disk")
+    assert saved.id is not None
+    shown = told(store.engine.session(os.geteuid()), "show", id=saved.id.hex())
+    assert (shown["cold"], shown["cold_error"]) == ("stored", "")
+    with store.engine.index.changed:
+        store.engine.index.records[saved.id].cold_error = "the disk is full"
+    shown = told(store.engine.session(os.geteuid()), "show", id=saved.id.hex())
+    assert [row["cold_error"] for row in (shown, *shown["chain"])] == ["the disk is full"] * 2
+
+
 def test_states_are_counted_and_shown_beside_their_chain(open_store_with: OpenStore) -> None:
     store, identity = open_store_with(), mixed_identity(FULL, sliding(3), CONV, OPAQUE)
     first = save(store, identity, TOKENS[:4], anchors=[Anchor(4)])

@@ -387,3 +387,27 @@ def test_reads_that_fail_hold_no_reader_slots(open_store_with: OpenStore, identi
                 kept.append(exc)
     assert len(kept) == 100 and store.engine.cold.info()["readers"] <= readers + 2
     store.clear()
+
+
+def test_what_is_being_read_does_not_give_way(
+    open_store_with: OpenStore, identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evicted, and stored anew, between the reading and the verdict it would be taken for bad."""
+    store = open_store_with(True)
+    engine = store.engine
+    assert engine.cold is not None and engine.writer is not None
+    save(store, identity, ids(1), ack="disk")
+    verify, trimmed = engine.cold.verify, []
+
+    def want_its_room(id_: RecordId) -> object:
+        with engine.index.changed:
+            trimmed.append(engine.writer.trim(1 << 40))
+        assert engine.writer.flush(60)
+        return verify(id_)
+
+    monkeypatch.setattr(engine.cold, "verify", want_its_room)
+    done = scrubber_of(store).run_once(paced=False)
+    assert (done.checked, done.bad, trimmed) == (1, 0, [[]])
+    assert store.report("verify")["bad"] == [] and trimmed == [[], []]
+    assert engine.eviction.evict("cold", 0)["cold_records"] == 1, "afterwards it may go"
+    assert check(engine) == []

@@ -67,7 +67,6 @@ def read_verbs(session: LocalSession, key: NamespaceKey) -> dict[str, Callable[[
         "match": lambda: session.match(m.Match(key, CLEAN, QUERY)),
         "acquire": acquire,
         "prefetch": lambda: session.prefetch(m.Prefetch(key, CLEAN, QUERY)),
-        "pin": lambda: session.pin(m.Pin(key, CLEAN, HELD, ttl_ms=1000)),
     }
 
 
@@ -75,6 +74,7 @@ def write_verbs(session: LocalSession, key: NamespaceKey) -> dict[str, Callable[
     return {
         "offer": lambda: session.offer(m.Offer(key, CLEAN, QUERY)),
         "annotate": lambda: session.annotate(m.Annotate(key, CLEAN, HELD)),
+        "pin": lambda: session.pin(m.Pin(key, CLEAN, HELD, ttl_ms=1000)),
         "forget": lambda: session.forget(m.Forget(key, CLEAN, HELD)),
         "clear": lambda: session.clear(m.Clear(key)),
     }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from warmkv.kvstore.store import Store
+from warmkv.kvstore.store.index import Record
 from warmkv.kvstore.testing import check_restore, mixed_identity, random_identity, save
 from warmkv.kvstore.testing.samples import layer_of, sliding
 from warmkv.schema import messages as m
@@ -86,6 +88,43 @@ def test_a_few_common_tokens_are_no_reason_for_another_round(open_store_with: Op
     store = open_store_with()
     agents(store, identity, [[1, *range(100 * n, 100 * n + 60)] for n in range(1, 4)], monkeypatch)
     assert store.stats()["saves"] == 3
+
+
+def test_a_duplicate_is_durable_once_all_that_holds_its_rows_is(
+    open_store_with: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between offer and commit others save the same: the rows as part of a longer prompt, and beside
+    them those of the window where this one ends."""
+    identity, store = MODELS["windowed"], open_store_with(True)
+    session, writer = store._session, store.engine.writer
+    assert writer is not None
+    offer, commit, wait = session.offer, session.commit, writer.wait_durable
+    waited: list[int] = []
+
+    def others_first(request: m.Offer) -> m.Offered:
+        answer = offer(request)
+        with monkeypatch.context() as patch:
+            patch.setattr(session, "offer", offer)
+            patch.setattr(session, "commit", commit)
+            save(store, identity, SYSTEM)
+            save(store, identity, SYSTEM[:200])
+        waited.clear()
+        return answer
+
+    def commit_to_disk(request: m.Commit, fd: int) -> m.Committed:
+        done = commit(replace(request, ack=m.ACK_DISK), fd)
+        assert done.duplicate and sorted(waited) == [200, 400]
+        return done
+
+    def noting(record: Record, timeout_s: float) -> None:
+        waited.append(record.end)
+        wait(record, timeout_s)
+
+    monkeypatch.setattr(session, "offer", others_first)
+    monkeypatch.setattr(session, "commit", commit_to_disk)
+    monkeypatch.setattr(writer, "wait_durable", noting)
+    assert save(store, identity, SYSTEM[:200]).stored
+    assert waited, "it came to a commit"
 
 
 def _bytes(store: Store) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -42,9 +43,9 @@ class Reads:
         self.paths: list[str] = []
         real = weight_file.read
 
-        def counted(path: str, keep_on: Callable[[], bool]) -> weight_file.WeightFile | None:
+        def counted(path: str, uid: int, keep_on: Callable[[], bool]) -> weight_file.WeightFile | None:
             self.paths.append(path)
-            return real(path, keep_on)
+            return real(path, uid, keep_on)
 
         monkeypatch.setattr(weights, "read", counted)
 
@@ -314,19 +315,76 @@ def test_what_is_no_regular_file_by_an_absolute_path_is_refused(store: Store, tm
     assert store.engine.weights.registered(UID) == {}
 
 
-def test_another_user_needs_to_be_able_to_read_the_file(tmp_path: Path, model: Path) -> None:
-    other = 54321
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        folder.chmod(0o711)
+OTHER = 54321
+
+
+@pytest.fixture
+def reachable(tmp_path: Path) -> Path:
+    """A folder that everybody may pass through; skips where one above it is closed all the same."""
+    for folder in (tmp_path, *tmp_path.parents):
+        if Path(tempfile.gettempdir()) in folder.parents and folder.stat().st_uid == UID:
+            folder.chmod(0o711)
+    if not all(folder.stat().st_mode & 0o001 for folder in tmp_path.parents):
+        pytest.skip("tests run below a folder that others may not pass through")
+    return tmp_path
+
+
+def test_another_user_needs_to_be_able_to_read_the_file(reachable: Path, model: Path) -> None:
     model.chmod(0o644)
-    assert weight_file.readable_by(str(model), other) == all(folder.stat().st_mode & 0o001 for folder in model.parents)
-    model.chmod(0o640)
-    assert not weight_file.readable_by(str(model), other)
-    model.chmod(0o604)
-    tmp_path.chmod(0o700)
-    assert not weight_file.readable_by(str(model), other)
-    with pytest.raises(RecordError, match="no regular file that uid 54321 may read"):
-        weight_file.first_look(str(model), other)
+    assert weight_file.first_look(str(model), OTHER) == weight_file.first_look(str(model), UID)
+    for file_mode, folder_mode in ((0o640, 0o711), (0o604, 0o700)):
+        model.chmod(file_mode)
+        reachable.chmod(folder_mode)
+        with pytest.raises(RecordError, match="no regular file that uid 54321 may read"):
+            weight_file.first_look(str(model), OTHER)
+    for missing in (reachable / "model.safetensor", reachable / "none" / "x"):
+        with pytest.raises(RecordError, match="no regular file that uid 54321 may read"):
+            weight_file.first_look(str(missing), OTHER)
+
+
+def test_a_link_leads_another_user_nowhere_that_user_may_not_go(reachable: Path) -> None:
+    """The last folder is open to everybody, the one above it is not; the path names neither."""
+    secret = reachable / "private" / "models" / "secret"
+    secret.parent.mkdir(parents=True)
+    secret.write_bytes(b"x")
+    secret.chmod(0o644)
+    (reachable / "private").chmod(0o700)
+    (reachable / "link").symlink_to(secret.parent)
+    with pytest.raises(RecordError, match="may read"):
+        weight_file.first_look(str(reachable / "link" / "secret"), OTHER)
+    (reachable / "private").chmod(0o711)
+    assert weight_file.first_look(str(reachable / "link" / "secret"), OTHER).signature.size == 1
+
+
+@pytest.mark.parametrize("secret", [b"guessed", b"another"])
+def test_a_folder_replaced_after_the_first_look_tells_nothing_of_files_of_others(
+    reachable: Path, store: Store, identity: Identity, secret: bytes
+) -> None:
+    """Neither what is in such a file nor that there is one: the entry stays as it was."""
+    private, own = reachable / "private", reachable / "own"
+    for folder, data in ((private, secret), (own, b"guessed")):
+        folder.mkdir(mode=0o755)
+        (folder / "file").write_bytes(data)
+        (folder / "file").chmod(0o644)
+    private.chmod(0o700)
+    registry, key = store.engine.weights, key_of(identity, OTHER)
+    registry.register(OTHER, key, [str(own / "file")])
+    assert registry.look() == []
+    before = registry.registered(OTHER)
+    own.rename(reachable / "aside")
+    own.symlink_to(private)
+    assert registry.look() == [] and registry.registered(OTHER) == before
+    private.chmod(0o711)  # now it may be known
+    assert len(registry.look()) == (secret != b"guessed")
+
+
+def test_a_file_that_no_model_can_be_is_not_read(tmp_path: Path) -> None:
+    holes = tmp_path / "holes"
+    holes.touch()
+    os.truncate(holes, weight_file.MAX_FILE_BYTES + 1)
+    with pytest.raises(RecordError):
+        weight_file.first_look(str(holes), UID)
+    assert weight_file.read(str(holes), UID, lambda: True) is None
 
 
 @pytest.mark.parametrize(
@@ -342,9 +400,12 @@ def test_the_class_a_user_falls_into_decides_even_where_another_may_more(mode: i
     assert weight_file._allows(found, uid, {70} if uid == 8 else {90}, 4) is allowed
 
 
-def test_an_entry_for_somebody_elses_namespace_does_nothing(store: Store, identity: Identity, model: Path) -> None:
+def test_an_entry_for_somebody_elses_namespace_does_nothing(
+    store: Store, identity: Identity, reachable: Path, model: Path
+) -> None:
+    model.chmod(0o644)
     registry = Weights(store.engine.index, store.engine.removal, None, lambda uid, namespace: namespace.owner_uid == uid)
-    registry._entries[54321, key_of(identity)] = {str(model): weight_file.first_look(str(model), UID)}
+    registry._entries[OTHER, key_of(identity)] = {str(model): weight_file.first_look(str(model), UID)}
     model.write_bytes(b"other")
     assert [item.records for item in registry.look()] == [0]
     assert store.match(identity, TOKENS).matched == len(TOKENS)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from warmkv.kvstore.store import Store
+from warmkv.kvstore.store import Store, lmdb_map, room
 from warmkv.kvstore.store.check import check
 from warmkv.kvstore.store.cold import ColdTier
+from warmkv.kvstore.store.index import Cold, Record
 from warmkv.kvstore.testing import check_restore, save
 from warmkv.schema.errors import ColdFull
 from warmkv.schema.identity import Identity
@@ -269,3 +271,119 @@ def test_nothing_is_logged_under_the_index_lock(
         logger.removeHandler(watch)
     assert sum("stays in memory only" in line for line in watch.seen) >= 2
     assert watch.under_lock == []
+
+
+def test_nothing_gives_way_before_who_waits_for_it_was_told(
+    open_store_with: OpenStore, wide: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the commit of a record and the moment in which its saver wakes others may want its room."""
+    store = open_store_with(True)
+    engine, writer = store.engine, store.engine.writer
+    assert writer is not None
+    wait = writer.wait_durable
+    droppable: list[bool] = []
+
+    def others_first(record: Record, timeout_s: float) -> None:
+        assert writer.flush(PATIENCE_S) and record.cold == Cold.STORED
+        writer.trim(1 << 40)
+        droppable.append(room.droppable(record, engine.warm, 0))
+        wait(record, timeout_s)
+
+    monkeypatch.setattr(writer, "wait_durable", others_first)
+    assert save(store, wide, ids(1), ack="disk").durable
+    assert droppable == [False]
+    assert engine.eviction.evict("cold", 0)["cold_records"] == 1, "once told it may go"
+    assert check(engine) == []
+
+
+def test_room_is_waited_for_while_savers_are_told(open_store_with: OpenStore, wide: Identity) -> None:
+    """A budget for one record: the next one waits until the saver of the first knows."""
+    store = open_store_with(True, cold_bytes=700 * KIB)
+    engine = store.engine
+    save(store, wide, ids(1, 300), ack="disk")
+    (first,) = engine.index.records.values()
+    with engine.index.changed:
+        first.awaited += 1
+    save(store, wide, ids(2, 300))
+    (second,) = (item for item in engine.index.records.values() if item is not first)
+    with engine.index.changed:
+        assert engine.index.changed.wait_for(lambda: second.cold == Cold.WRITING, PATIENCE_S)
+        assert first.cold == Cold.STORED
+        first.awaited -= 1
+        engine.index.changed.notify_all()
+    assert store.flush(PATIENCE_S)
+    assert (first.cold, second.cold, second.cold_error) == (Cold.ABSENT, Cold.STORED, "")
+    assert check(engine) == []
+
+
+def test_what_failed_and_was_queued_anew_is_written_before_what_builds_on_it(
+    open_store_with: OpenStore, wide: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store_with(True)
+    engine, writer = store.engine, store.engine.writer
+    assert writer is not None and engine.cold is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.cold, "write", _refuse)
+        save(store, wide, ids(1))
+        save(store, wide, ids(1, 200))
+        assert store.flush(PATIENCE_S)
+    parent, child = sorted(engine.index.records.values(), key=lambda record: record.start)
+    with engine.index.changed:
+        # The child still stood in the queue when its parent failed, and somebody asks for that again.
+        engine.index.set_cold(child, Cold.QUEUED)
+        writer._queue.append(child)
+        writer.enqueue(parent)
+    assert store.flush(PATIENCE_S)
+    assert (parent.cold, child.cold) == (Cold.STORED, Cold.STORED), child.cold_error
+    assert check(engine) == []
+
+
+def _refuse(*_: object) -> None:
+    raise ColdFull("no room")
+
+
+def test_more_gives_way_where_free_pages_lie_scattered(
+    open_store_with: OpenStore, wide: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the budget is free, but no 4 MiB of it in a row, and the map is full to its end."""
+    monkeypatch.setattr(lmdb_map, "RUNS_BYTES", 0)
+    store = open_store_with(True, warm_bytes=64 << 20, cold_bytes=16 << 20)
+    engine = store.engine
+    assert engine.writer is not None and engine.cold is not None
+    seeds = 0
+    while engine.writer.evictions == 0:
+        save(store, wide, ids(seeds), ack="disk")
+        seeds += 1
+    for seed in range(1, seeds, 2):
+        store.forget(wide, ids(seed))
+    assert engine.writer.cold_bytes < 9 << 20
+    large = list(range(10**6, 10**6 + 3000))
+    assert save(store, wide, large, ack="disk").durable
+    (stored,) = (record for record in engine.index.records.values() if record.end == 3000)
+    assert stored.payload_bytes > 5 << 20 and engine.writer.cold_bytes <= 16 << 20
+    assert check(engine) == []
+    check_restore(store, wide, [*large, 7], 3000)
+
+
+def test_what_is_forgotten_is_waited_for_however_much_is_saved_meanwhile(
+    open_store_with: OpenStore, wide: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store_with(True)
+    engine = store.engine
+    assert engine.cold is not None
+    save(store, wide, ids(0), ack="disk")
+    write, more = engine.cold.write, iter(range(1, 100))
+    forgotten = threading.Event()
+
+    def write_and_find_more(items: Sequence[Any], counter: int) -> None:
+        write(items, counter)
+        if not forgotten.is_set() and (seed := next(more, 0)):
+            save(store, wide, ids(seed))
+
+    monkeypatch.setattr(engine.cold, "write", write_and_find_more)
+    save(store, wide, ids(100))
+    assert store.forget(wide, ids(0)).records == 1
+    forgotten.set()
+    assert next(more, 0), "forgetting ended before saving did"
+    assert store.flush(PATIENCE_S)
+    assert check(engine) == []
