@@ -13,7 +13,7 @@ import pwd
 import re
 import tomllib
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from warmkv.daemon import activation, watchdog
@@ -26,6 +26,8 @@ MAX_BYTES = 1 << 60
 MAX_FILE_BYTES = 1 << 20
 MAX_SECONDS = 366 * 86400.0
 MAX_SHARES = 256
+#: What one of several users may hold where nothing is set: nobody can keep all others out.
+SHARE_AMONG_SEVERAL = 0.5
 MAX_SHARE_CHARACTERS = 64
 #: Of a value that is refused, in characters.
 MAX_SHOWN = 200
@@ -302,7 +304,9 @@ def load(flags: Mapping[str, object], config: Path | None = None, environ: Mappi
     known = {variable(name) for name in SETTINGS} | _OTHER_VARIABLES
     unknown = tuple(sorted(name for name in env if name.startswith("WARMKV_") and name not in known))
     how = {"source": source, "given": dict(flags), "named": config}
-    return Config(**values, **_manager(env), **how, unknown_variables=unknown)  # type: ignore[arg-type]
+    loaded = Config(**values, **_manager(env), **how, unknown_variables=unknown)  # type: ignore[arg-type]
+    several = bool(set(loaded.allow_uids) - {os.geteuid()} or loaded.allow_gids)
+    return replace(loaded, uid_share=SHARE_AMONG_SEVERAL) if several and "uid_share" not in values else loaded
 
 
 def again(config: Config) -> Config:

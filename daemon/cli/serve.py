@@ -29,7 +29,7 @@ _OPTIONS = {
     "low_watermark": ("F", "Down to this part. Default: 0.85."),
     "evict_interval_s": ("S", "Seconds between looks of the eviction service; 0: never. Default: 30."),
     "ttl_s": ("S", "What was not used for so long is dropped; 0: nothing is. Default: 0."),
-    "uid_share": ("F", "Part of each budget that one user may hold. Default: 1."),
+    "uid_share": ("F", "Part of each budget that one user may hold. Default: 1, or 0.5 where others may connect."),
     "namespace_floor_bytes": ("SIZE", "What a model keeps of a tier while others have more. Default: 0."),
     "max_dirty_bytes": ("SIZE", "What may wait for the disk at most. Default: half of the warm budget."),
     "max_tokens": ("N", "Token ids in the index at most, 4 bytes each. Default: 134217728."),

@@ -140,7 +140,7 @@ class Watching:
     # -- the spool -------------------------------------------------------------------------
 
     def _import(self, path: Path, uid: int) -> ImportResult:
-        return import_file(self._engine, path, uid)
+        return import_file(self._engine, path, uid, durable=True)
 
     def _permitted(self, uid: int) -> bool:
         """Whether a user may connect, by what the account database says of groups."""

@@ -21,7 +21,7 @@ from warmkv.daemon.watching.folders import Wanted
 from warmkv.kvstore.store.importing import ImportResult
 from warmkv.kvstore.store.kvcache_import import SIDECAR_SUFFIX
 from warmkv.schema import kvcache_file, pack_file
-from warmkv.schema.errors import StoreError, WarmKVError
+from warmkv.schema.errors import ColdFull, StoreError, WarmKVError
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class Spool:
         except WarmKVError as exc:
             if not keep_on():
                 return  # the store is being closed; the next daemon takes it from here
-            if _signature(path) != before or exc.retryable:
+            if _signature(path) != before or exc.retryable or isinstance(exc, ColdFull):
                 self._try_later(path, attempts, str(exc))  # its writer goes on writing, or we are short of room
             else:
                 self._fail(path, str(exc))

@@ -22,7 +22,7 @@ from warmkv.kvstore import memfd
 from warmkv.kvstore.store import kvcache_import, landing
 from warmkv.kvstore.store.access import Access
 from warmkv.kvstore.store.exporting import require_file
-from warmkv.kvstore.store.index import Record
+from warmkv.kvstore.store.index import Cold, Record
 from warmkv.kvstore.store.intake import Owner
 from warmkv.schema import ids, kvcache_file
 from warmkv.schema import messages as m
@@ -56,12 +56,14 @@ class ImportResult:
     reasons: tuple[str, ...] = ()
 
 
-def import_file(engine: Engine, path: Path, uid: int, share: str = "") -> ImportResult:
+def import_file(engine: Engine, path: Path, uid: int, share: str = "", *, durable: bool = False) -> ImportResult:
     """Import the file ``path`` for user ``uid``, into a share that user may write or its own
     namespaces. By its name it is a `.kvcache` file, described by a `.toml` beside it, or a pack.
+    With ``durable`` what it holds is on disk when this returns, where there is a disk.
 
-    Raises FormatError and DigestError for a damaged file, AccessRefused, UnsupportedError, and
-    StoreError where it cannot be read."""
+    Raises FormatError and DigestError for a damaged file, AccessRefused, UnsupportedError,
+    StoreError where it cannot be read; ColdFull and Busy where the disk did not take it, and then it
+    is held in memory."""
     access = Access(uid, lambda: engine.options.shares)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -69,14 +71,14 @@ def import_file(engine: Engine, path: Path, uid: int, share: str = "") -> Import
         raise StoreError(f"{path} cannot be read: {exc.strerror}") from exc
     try:
         if path.suffix == kvcache_file.SUFFIX:
-            done = kvcache_import.import_kvcache(engine, access, fd, kvcache_import.sidecar_of(path))
+            done = kvcache_import.import_kvcache(engine, access, fd, kvcache_import.sidecar_of(path), durable=durable)
             return ImportResult(done.records, done.duplicates, done.total_bytes)
-        return import_pack(engine, access, fd, share)
+        return import_pack(engine, access, fd, share, durable=durable)
     finally:
         os.close(fd)
 
 
-def import_pack(engine: Engine, access: Access, fd: int, share: str = "") -> ImportResult:
+def import_pack(engine: Engine, access: Access, fd: int, share: str = "", *, durable: bool = False) -> ImportResult:
     """Import the pack in the regular file ``fd``, borrowed. As `import_file`."""
     total_bytes = require_file(fd, os.O_RDONLY)
     access.require_writable_share(share)
@@ -88,6 +90,8 @@ def import_pack(engine: Engine, access: Access, fd: int, share: str = "") -> Imp
         if not engine.serving:
             raise ClosedError("the store was closed while a pack was read")
         importer.take(packed)
+    if durable:
+        importer.await_disk()
     return importer.result()
 
 
@@ -147,6 +151,19 @@ class _Importer:
 
     def result(self) -> ImportResult:
         return ImportResult(self.records, self.duplicates, self.total_bytes, self.refused, tuple(self.reasons))
+
+    def await_disk(self) -> None:
+        """Until what was entered, and is not evicted again, is committed. Raises ColdFull, Busy,
+        ClosedError."""
+        engine, writer = self.engine, self.engine.writer
+        if writer is None:
+            return
+        for record in {item for item in self.held.values() if item is not None}:
+            with engine.index.changed:
+                if record.cold == Cold.ABSENT and not record.gone:
+                    writer.enqueue(record)
+                if not record.gone:
+                    writer.wait_durable(record, engine.options.durable_timeout_s)
 
     def take(self, packed: PackedRecord) -> None:
         """Enter one record. Raises FormatError, DigestError, UnsupportedError."""

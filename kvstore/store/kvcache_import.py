@@ -20,7 +20,7 @@ from warmkv.kvstore.store import landing
 from warmkv.kvstore.store.access import Access
 from warmkv.kvstore.store.exporting import require_file
 from warmkv.kvstore.store.index import Namespace
-from warmkv.kvstore.verbs import Verbs
+from warmkv.kvstore.verbs import Ack, Verbs
 from warmkv.schema import kvcache_file
 from warmkv.schema.errors import FormatError, RecordError, StoreError, TooLarge, UnknownNamespace, UnsupportedError, WarmKVError
 from warmkv.schema.identity import Identity, LayerKind, LayerSpec, PlaneFormat, PlaneRole, PlaneSpec
@@ -95,18 +95,23 @@ def sidecar_of(path: Path) -> Sidecar:
         raise FormatError(f"{beside.name} is not UTF-8") from exc
 
 
-def import_kvcache(engine: Engine, access: Access, fd: int, sidecar: Sidecar) -> Imported:
-    """Save what the regular file ``fd``, borrowed, holds. Raises FormatError for a damaged file or
-    one of another model, UnsupportedError for what cannot be taken, UnknownNamespace, TooLarge."""
+def import_kvcache(engine: Engine, access: Access, fd: int, sidecar: Sidecar, *, durable: bool = False) -> Imported:
+    """Save what the regular file ``fd``, borrowed, holds, with ``durable`` to the disk where there is one.
+
+    Raises FormatError for a damaged file or one of another model, UnsupportedError for what cannot be
+    taken, UnknownNamespace, TooLarge; ColdFull and Busy where the disk did not take it."""
     size, budget = require_file(fd, os.O_RDONLY), engine.warm.ledger.budget_bytes
     namespace = _namespace(engine, access, sidecar.namespace.lower())
     if size > min(budget // 2, kvcache_file.MAX_FILE_BYTES):  # it is read, then its rows are stored
         raise TooLarge(f"a file of {size} bytes does not fit twice into the warm budget of {budget} bytes")
     with landing.room(engine, max(1, size), access.uid, namespace.key):
-        return _take(engine, access, namespace, kvcache_file.decode(_read(fd, size)), sidecar)
+        ack: Ack = "disk" if durable and engine.writer is not None else "memory"
+        return _take(engine, access, namespace, kvcache_file.decode(_read(fd, size)), sidecar, ack)
 
 
-def _take(engine: Engine, access: Access, namespace: Namespace, file: KvFile, sidecar: Sidecar) -> Imported:
+def _take(
+    engine: Engine, access: Access, namespace: Namespace, file: KvFile, sidecar: Sidecar, ack: Ack
+) -> Imported:  # fmt: skip
     _check_model(file, sidecar, namespace.identity)
     if file.shift_offset:
         raise UnsupportedError(f"the rows were shifted by {file.shift_offset} positions, which no import can undo")
@@ -116,7 +121,7 @@ def _take(engine: Engine, access: Access, namespace: Namespace, file: KvFile, si
     agent = _Agent(engine.session(access.uid, every_share=access.every_share), share=namespace.share)
     try:
         anchors = [file.anchor] if file.anchor is not None else []
-        saved = agent.save(namespace.identity, file.tokens, records, anchors=anchors)
+        saved = agent.save(namespace.identity, file.tokens, records, anchors=anchors, ack=ack)
     finally:
         agent.close()
     new = not saved.duplicate

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,20 @@ def test_a_time_that_may_be_never_says_so() -> None:
     assert [config.load({"ttl_s": given}).ttl_s for given in ("0", "0.0", "60")] == [0, 0, 60]
     with pytest.raises(ConfigError, match="expected 0, or at most"):
         config.load({"ttl_s": "soon"})
+
+
+@pytest.mark.parametrize(
+    ("given", "share"),
+    [
+        ({}, 1.0),
+        ({"allow_uids": str(os.geteuid())}, 1.0),
+        ({"allow_uids": "4242"}, 0.5),
+        ({"allow_gids": "4242"}, 0.5),
+        ({"allow_uids": "4242", "uid_share": "0.9"}, 0.9),
+    ],
+)
+def test_one_of_several_users_cannot_take_everything_unless_that_was_said(
+    tmp_path: Path, given: dict[str, object], share: float
+) -> None:
+    (tmp_path / "empty.toml").touch()
+    assert config.load(given, tmp_path / "empty.toml", {}).uid_share == share

@@ -12,7 +12,7 @@ import pytest
 from warmkv.daemon.watching import spool as module
 from warmkv.daemon.watching.spool import Spool
 from warmkv.kvstore.store.importing import ImportResult
-from warmkv.schema.errors import Busy, ClosedError, FormatError
+from warmkv.schema.errors import Busy, ClosedError, ColdFull, FormatError
 
 UID = os.geteuid()
 INTERVAL_S = 30.0
@@ -142,10 +142,10 @@ def test_an_error_nobody_thought_of_stops_that_file_only(box: Box) -> None:
     assert "secret" not in (box.folder / "failed" / "a.warmkv.reason").read_text()
 
 
-@pytest.mark.parametrize("refusal", ["busy", "refused"])
+@pytest.mark.parametrize("refusal", ["busy", "disk full", "refused"])
 def test_what_a_full_store_refuses_is_tried_again_and_not_for_ever(box: Box, refusal: str) -> None:
-    box.store.error = Busy("full") if refusal == "busy" else None
-    box.store.refused = 0 if refusal == "busy" else 2
+    box.store.error = {"busy": Busy("full"), "disk full": ColdFull("full")}.get(refusal)
+    box.store.refused = 2 if refusal == "refused" else 0
     box.drop("a.warmkv")
     assert box.look() == ["a.warmkv"] and box.look() == []
     assert box.look(INTERVAL_S) == ["a.warmkv"]

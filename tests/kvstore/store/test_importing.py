@@ -16,7 +16,7 @@ from warmkv.kvstore.store import Store, StoreOptions
 from warmkv.kvstore.store.access import Access
 from warmkv.kvstore.store.exporting import ExportResult, export, new_file, of_prompt
 from warmkv.kvstore.store.importing import ImportResult, import_file
-from warmkv.kvstore.store.index import Namespace, Record
+from warmkv.kvstore.store.index import Cold, Namespace, Record
 from warmkv.kvstore.store.options import Share
 from warmkv.kvstore.testing import IMAGE, TOKENS, check_restore, random_identity, save
 from warmkv.kvstore.testing.samples import (
@@ -31,7 +31,7 @@ from warmkv.kvstore.testing.samples import (
 )
 from warmkv.kvstore.verbs import Verbs
 from warmkv.schema import ids, lmdb_records
-from warmkv.schema.errors import AccessRefused, DigestError, FormatError, RecordError, StoreError, WarmKVError
+from warmkv.schema.errors import AccessRefused, ColdFull, DigestError, FormatError, RecordError, StoreError, WarmKVError
 from warmkv.schema.identity import Identity
 from warmkv.schema.records import Anchor, AnchorKind, Attachment
 
@@ -95,6 +95,21 @@ def test_a_namespace_goes_to_another_store_whole(
     assert (done.records, done.duplicates, done.refused, done.reasons) == (count, 0, 0, ())
     assert done.total_bytes == sum(record.total_bytes for record in target.engine.index.records.values())
     contents(target, identity)
+
+
+def test_what_is_imported_durably_is_on_disk_or_the_import_says_why(open_store_with: OpenStore, tmp_path: Path) -> None:
+    source = open_store_with()
+    filled(source, MIXED)
+    write(source, MIXED, tmp_path / "x.warmkv")
+    target, small = open_store_with(tmp_path / "b"), open_store_with(tmp_path / "c", cold_bytes=1)
+    done = import_file(target.engine, tmp_path / "x.warmkv", UID, durable=True)
+    assert done.records == len(target.engine.index.records)
+    assert all(record.cold == Cold.STORED for record in target.engine.index.records.values())
+    for _ in range(2):  # entered the first time, a duplicate the second
+        with pytest.raises(ColdFull):
+            import_file(small.engine, tmp_path / "x.warmkv", UID, durable=True)
+    memory = open_store_with()
+    assert import_file(memory.engine, tmp_path / "x.warmkv", UID, durable=True).records == done.records
 
 
 def test_what_is_on_disk_only_is_exported_from_there(open_store_with: OpenStore, tmp_path: Path) -> None:
