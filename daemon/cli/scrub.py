@@ -23,9 +23,8 @@ ASK_INTERVAL_S = 0.2
 def scrub(as_json: bool, socket: Path | None, store: Path | None, progress: bool, background: bool) -> int:
     """Let the daemon read all records again now, instead of when their time comes.
 
-    At the speed it was told to scrub with at most. What is damaged is put aside and never served
-    again; exit status 5 when something was. For the user the daemon runs as, and for root; `warmkv verify`
-    checks what belongs to you, at full speed.
+    At full speed. What is damaged is put aside and never served again; exit status 5 when something
+    was. For the user the daemon runs as, and for root; `warmkv verify` checks what belongs to you.
 
     \b
     Examples:
@@ -40,7 +39,8 @@ def scrub(as_json: bool, socket: Path | None, store: Path | None, progress: bool
         report = before if progress else command.ask(session, "scrub")
         if not progress and not background:
             with waiting("scrubbing", lambda: _shown(_progress(session)), quiet=as_json):
-                report = _wait(session, int(before["passes"]))
+                # A pass that was under way has not read what was damaged since.
+                report = _wait(session, int(before["passes"]) + (2 if before["running"] else 1))
     if as_json:
         output.emit_json(report)
     else:
@@ -49,8 +49,8 @@ def scrub(as_json: bool, socket: Path | None, store: Path | None, progress: bool
 
 
 def _wait(session: Session, passes: int) -> dict[str, Any]:
-    """The report once one more pass is done."""
-    while (report := _progress(session))["passes"] <= passes and report["running"]:
+    """The report once so many passes are done in all, or none is under way."""
+    while (report := _progress(session))["passes"] < passes and report["running"]:
         time.sleep(ASK_INTERVAL_S)
     return report
 

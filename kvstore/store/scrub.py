@@ -127,7 +127,7 @@ class Scrubber:
 
     def run_once(self, *, paced: bool = True) -> Pass:
         """One pass in this thread. Ends early, and does not count, once `stop` was called."""
-        done = Pass()
+        done, whole = Pass(), False
         with self._woken:
             self._current, self._wanted = done, False
         try:
@@ -137,10 +137,13 @@ class Scrubber:
                 rest_s = read / self._bytes_per_s - (self._clock.monotonic() - began) if paced else 0.0
                 if self._wait(max(0.0, rest_s)):
                     return done
-            self._completed(done)
+            log.info("scrubbed %d records, %d bytes: %d bad, %d not read", *asdict(done).values())
+            self._note(self._clock.wall_ns())
+            whole = True
         finally:
             with self._woken:
                 self._current = None
+                self.passes += whole
                 self._woken.notify_all()
         return done
 
@@ -235,11 +238,6 @@ class Scrubber:
             return HOUSEKEEPING_S
         since_s = max(0.0, (self._clock.wall_ns() - self._last_ns) / NS)
         return max(0.0, self._interval_s - since_s)
-
-    def _completed(self, done: Pass) -> None:
-        self.passes += 1
-        log.info("scrubbed %d records, %d bytes: %d bad, %d not read", done.checked, done.checked_bytes, done.bad, done.skipped)
-        self._note(self._clock.wall_ns())
 
     def _note(self, now_ns: int) -> None:
         self._last_ns = now_ns
