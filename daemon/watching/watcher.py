@@ -118,6 +118,8 @@ class Watcher:
         late_s = self._monotonic() - self._beat - self.interval_s
         if self._thread is not None and late_s > self._late_s:
             return f"{self.name} were last looked at {late_s:.0f} s later than they should be"
+        if self._thread is not None and not self.looks:
+            return ""  # the first look is under way, and not late
         return next(iter(list(self._failed.values())), "") or self._folders.problem()
 
     def _run(self) -> None:

@@ -138,6 +138,16 @@ def test_a_thread_that_is_stuck_is_a_problem(make: Callable[..., Watcher], time:
     stuck.set()
 
 
+def test_a_first_look_under_way_is_no_problem(make: Callable[..., Watcher], tmp_path: Path) -> None:
+    subject = Subject("slow", tmp_path)
+    subject.blocked = True
+    watcher = make(subject)
+    watcher.start()
+    assert eventually(lambda: subject.looks == 1) and watcher.problem() == ""
+    subject.blocked = False
+    assert eventually(lambda: watcher.looks == 1) and watcher.problem() == ""
+
+
 def test_one_that_works_long_is_none(make: Callable[..., Watcher], time: Any) -> None:
     working = Subject("working")
     working.blocked = True
