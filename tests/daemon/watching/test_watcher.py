@@ -138,13 +138,19 @@ def test_a_thread_that_is_stuck_is_a_problem(make: Callable[..., Watcher], time:
     stuck.set()
 
 
-def test_a_first_look_under_way_is_no_problem(make: Callable[..., Watcher], tmp_path: Path) -> None:
-    subject = Subject("slow", tmp_path)
-    subject.blocked = True
-    watcher = make(subject)
+def test_a_first_look_under_way_is_no_problem(make: Callable[..., Watcher]) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Slow(Subject):
+        def folders(self) -> Wanted:
+            begun.set()
+            goes_on.wait(PATIENCE_S)
+            return {}
+
+    watcher = make(Slow("slow"))
     watcher.start()
-    assert eventually(lambda: subject.looks == 1) and watcher.problem() == ""
-    subject.blocked = False
+    assert begun.wait(PATIENCE_S) and watcher.looks == 0 and watcher.problem() == ""
+    goes_on.set()
     assert eventually(lambda: watcher.looks == 1) and watcher.problem() == ""
 
 
