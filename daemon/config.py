@@ -359,7 +359,7 @@ def _shown(value: object) -> str:
 
 def _text(path: Path) -> str:
     """Raises OSError, and ValueError for what is too large or no text."""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         data = file.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
         raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")

@@ -238,7 +238,7 @@ def test_evicting_on_demand_tells_before_it_does(open_store_with: OpenStore, wid
 
 
 def test_a_smaller_budget_is_reached_and_uploads_keep_their_room(open_store_with: OpenStore, wide: Identity) -> None:
-    store = open_store_with(True, warm_bytes=10 * ENTRY, busy_timeout_s=0.05)
+    store = open_store_with(True, warm_bytes=10 * ENTRY, busy_timeout_s=60.0)
     for seed in range(6):
         save(store, wide, ids(seed))
     ledger = store.engine.warm.ledger

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from warmkv.kvstore.store import Store, lmdb_map, room
+from warmkv.kvstore.store import Store, lmdb_map, room, write_behind
 from warmkv.kvstore.store.check import check
 from warmkv.kvstore.store.cold import ColdTier
 from warmkv.kvstore.store.index import Cold, Record
@@ -296,8 +296,11 @@ def test_nothing_gives_way_before_who_waits_for_it_was_told(
     assert check(engine) == []
 
 
-def test_room_is_waited_for_while_savers_are_told(open_store_with: OpenStore, wide: Identity) -> None:
+def test_room_is_waited_for_while_savers_are_told(
+    open_store_with: OpenStore, wide: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A budget for one record: the next one waits until the saver of the first knows."""
+    monkeypatch.setattr(write_behind, "TELL_S", PATIENCE_S)
     store = open_store_with(True, cold_bytes=700 * KIB)
     engine = store.engine
     save(store, wide, ids(1, 300), ack="disk")
