@@ -28,7 +28,8 @@ _TABLE = struct.Struct("<IHHQQQQQ")
 #: node with three words (size and flags, or a page) and the bytes of its key.
 _PAGE_BYTES, _NODE_BYTES = 16, 8
 _META_AT, _TABLES_AT, _END_AT = 16, 40, 136
-_BRANCH, _LEAF, _OVERFLOW, _KINDS = 1, 2, 4, 15
+#: Of kinds of pages, and of values, only these are in tables without duplicates.
+_BRANCH, _LEAF, _OVERFLOW, _KINDS = 1, 2, 4, 0x6F
 _BIG_VALUE, _SUBTABLE = 1, 2
 _EMPTY = 2**64 - 1
 #: Pages whose nodes are looked at together: what that takes of memory is a few MiB.
@@ -100,13 +101,26 @@ class _Pages:
         wrong = (offsets < upper[owner]) | (offsets + _NODE_BYTES > self._page_bytes) | (offsets % 2 != 0)
         self._refuse(holders, wrong, "has nodes outside of it")
         nodes = self._words[holders[:, None], (offsets // 2)[:, None] + np.arange(4)].astype(np.int64)
+        self._refuse_gaps(holders, offsets, upper[owner], _node_bytes(nodes, kind))
         if kind == _BRANCH:
             return np.asarray(nodes[:, 0] | nodes[:, 1] << 16 | nodes[:, 2] << 32)
         self._values(holders, offsets, nodes)
         return pages[:0]
 
+    def _refuse_gaps(self, holders: Numbers, offsets: Numbers, upper: Numbers, sizes: Numbers) -> None:
+        """Nodes lie one behind the other up to the end of their page. One of another size than it
+        says is no harm to who reads it, but deleting it would tear its neighbours."""
+        order = np.lexsort((offsets, holders))
+        pages, begins = holders[order], offsets[order]
+        ends = begins + sizes[order]
+        same = pages[1:] == pages[:-1]
+        wrong = np.concatenate((ends[:-1] != np.where(same, begins[1:], self._page_bytes), ends[-1:] != self._page_bytes))
+        first = np.concatenate((np.ones(min(1, len(pages)), np.bool_), ~same))
+        self._refuse(pages, wrong | (first & (begins != upper[order])), "has nodes that overlap, or room between them")
+
     def _values(self, holders: Numbers, offsets: Numbers, nodes: Numbers) -> None:
         sizes, flags = nodes[:, 0] | nodes[:, 1] << 16, nodes[:, 2]
+        self._refuse(holders, (flags & ~_SUBTABLE != 0) & (flags != _BIG_VALUE), "has a value of an unknown kind")
         starts, big = offsets + _NODE_BYTES + nodes[:, 3], (flags & _BIG_VALUE) != 0
         self._refuse(holders, starts + np.where(big, 8, sizes) > self._page_bytes, "has a value that leaves it")
         at = holders * self._page_bytes + starts
@@ -141,3 +155,9 @@ class _Pages:
     def _refuse(pages: Numbers, wrong: npt.NDArray[np.bool_], why: str) -> None:
         if wrong.any():
             raise FormatError(f"page {pages[int(np.argmax(wrong))]} {why}")
+
+
+def _node_bytes(nodes: Numbers, kind: int) -> Numbers:
+    """What each node takes of its page: its head, its key, a value or where that lies; even."""
+    values = np.where((nodes[:, 2] & _BIG_VALUE) != 0, 8, nodes[:, 0] | nodes[:, 1] << 16) if kind == _LEAF else 0
+    return np.asarray((_NODE_BYTES + nodes[:, 3] + values + 1) & ~1)

@@ -29,7 +29,10 @@ def churn(path: Path, seed: int, rounds: int) -> None:
                         txn.delete(key, db=tables[table])
                     else:
                         table, key = rng.randrange(5), rng.randbytes(rng.choice((16, 20, 25)))
-                        keys.append((table, key))
+                        if keys and rng.random() < 0.3:  # written anew, in another size mostly
+                            table, key = rng.choice(keys)
+                        else:
+                            keys.append((table, key))
                         txn.put(key, rng.randbytes(rng.choice(VALUES) if rng.random() < 0.4 else 48), db=tables[table])
         except lmdb.MapFullError:
             keys = keys[: len(keys) // 2]
@@ -54,3 +57,24 @@ def test_a_file_cut_anywhere_is_refused_or_whole_where_it_is_needed(tmp_path: Pa
         except FormatError:
             refused += 1
     assert refused > len(whole) // 4096 // 14
+
+
+def test_a_value_of_another_size_than_its_room_is_refused(tmp_path: Path) -> None:
+    """LMDB would read it, and tear its neighbours when it deletes it."""
+    env = lmdb.open(str(tmp_path), map_size=1 << 20)
+    with env.begin(write=True) as txn:
+        for number in range(20):
+            txn.put(b"key %02d" % number, b"value" * 10)
+    env.close()
+    data = tmp_path / "data.mdb"
+    whole = data.read_bytes()
+    node = (50).to_bytes(2, "little") + bytes(4) + (6).to_bytes(2, "little") + b"key 07"
+    at = whole.rfind(node)
+    assert at > 0
+    check_pages(data)
+    for size in (48, 51, 18, 54):
+        data.write_bytes(whole[:at] + size.to_bytes(2, "little") + whole[at + 2 :])
+        with pytest.raises(FormatError, match="overlap, or room"):
+            check_pages(data)
+    data.write_bytes(whole[:at] + (49).to_bytes(2, "little") + whole[at + 2 :])
+    check_pages(data)  # rounded up to even it takes the same room
