@@ -11,7 +11,7 @@ from warmkv.daemon.cli.waiting import waiting
 
 
 @click.command()
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("directory", type=command.PLACE)
 @command.store_option
 @command.common
 def backup(as_json: bool, socket: Path | None, store: Path | None, directory: Path) -> int:

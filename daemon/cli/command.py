@@ -22,13 +22,16 @@ TIMEOUT_S = 5.0
 #: A long report may read the whole store.
 LONG_TIMEOUT_S = 600.0
 
+#: Whether something lies there, and may be opened, is asked by who opens it: it may be gone in between.
+PLACE = click.Path(path_type=Path, readable=False)
+
 as_json = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON value, errors included.")
 socket_option = click.option(
-    "--socket", type=click.Path(path_type=Path), metavar="PATH",
+    "--socket", type=PLACE, metavar="PATH",
     help="The daemon's socket. Default: $WARMKV_SOCKET, else warmkv/warmkv.sock in the runtime directory.",
 )  # fmt: skip
 store_option = click.option(
-    "--store", type=click.Path(path_type=Path), metavar="PATH",
+    "--store", type=PLACE, metavar="PATH",
     help="Open this store directly instead of asking a daemon; no daemon may be using it.",
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ from warmkv.schema.errors import StoreError
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=command.PLACE)
 @click.option("--namespace", metavar="HEX", default="", help="All of this namespace; its key, or the beginning of it.")
 @click.option("--id", "id_", metavar="HEX", default="", help="The prompt of this record; its id, or at least 4 digits of it.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")

@@ -418,7 +418,7 @@ def test_a_peer_that_takes_no_reply_in_loses_its_connection_and_its_leases(tmp_p
                 deaf.socket.send(question, socket.MSG_NOSIGNAL)
                 assert witness.ask(m.Match(key, CLEAN, QUERY)).usable == len(TOKENS)
         deaf.close()
-        assert eventually(lambda: daemon.descriptors == before)
+        assert eventually(lambda: daemon.descriptors <= before)
         assert witness.ask(m.Acquire(key, CLEAN, QUERY)).usable == len(TOKENS)
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from warmkv import __version__, connect
 from warmkv.daemon.cli import doctor
-from warmkv.daemon.cli.group import VERBS
+from warmkv.daemon.cli.group import VERBS, run
 from warmkv.daemon.testing import PATIENCE_S, DaemonProcess, child_environ
 from warmkv.kvstore import paths
 from warmkv.kvstore.rows import LayerRows
@@ -377,3 +377,10 @@ def test_names_from_the_store_cannot_move_the_cursor(ask: Callable[..., Ran], da
         out = ask("ls").out
         client.clear(hostile)
     assert "\x1b" not in out and "[bold]x" in out
+
+
+def test_a_socket_that_goes_while_it_is_looked_at_is_no_wrong_usage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of two starters one may remove a stale socket just then."""
+    (tmp_path / "s").touch(mode=0o600)
+    monkeypatch.setattr(os, "access", lambda *about, **how: False)
+    assert run(["status", "--socket", str(tmp_path / "s")]) == 3

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from warmkv.daemon.testing import eventually
 from warmkv.kvstore.store import Store, lmdb_map, room, write_behind
 from warmkv.kvstore.store.check import check
 from warmkv.kvstore.store.cold import ColdTier
@@ -309,9 +310,9 @@ def test_room_is_waited_for_while_savers_are_told(
         first.awaited += 1
     save(store, wide, ids(2, 300))
     (second,) = (item for item in engine.index.records.values() if item is not first)
+    assert eventually(lambda: second.cold == Cold.WRITING)  # nobody is told of that
     with engine.index.changed:
-        assert engine.index.changed.wait_for(lambda: second.cold == Cold.WRITING, PATIENCE_S)
-        assert first.cold == Cold.STORED
+        assert (first.cold, second.cold) == (Cold.STORED, Cold.WRITING)
         first.awaited -= 1
         engine.index.changed.notify_all()
     assert store.flush(PATIENCE_S)
