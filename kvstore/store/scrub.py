@@ -219,7 +219,8 @@ class Scrubber:
     def _run(self) -> None:
         while not self._stopped.is_set():
             with self._woken:
-                self._woken.wait_for(lambda: self._wanted or self._stopped.is_set(), min(HOUSEKEEPING_S, self._due_s()))
+                if not (self._wanted or self._stopped.is_set()):  # one wait: another pace is another time to wait
+                    self._woken.wait(min(HOUSEKEEPING_S, self._due_s()))
                 wanted = self._wanted
             if self._stopped.is_set():
                 return

@@ -52,6 +52,12 @@ def scrubber_of(store: Store) -> Scrubber:
     return store.engine.scrubber
 
 
+def wait_until_it_sleeps(scrubber: Scrubber) -> None:
+    """Return once the thread of a scrubber waits for its time."""
+    while not scrubber._woken._waiters:  # type: ignore[attr-defined]
+        threading.Event().wait(0.01)
+
+
 def let_go(store: Store) -> None:
     assert store.flush(60)
     with store.engine.index.changed:
@@ -280,6 +286,7 @@ def test_another_interval_counts_from_the_last_pass(open_store_with: OpenStore, 
     time.advance(DAY_S)
     scrubber.set_pace(3 * DAY_S, MIB)
     assert scrubber._due_s() == pytest.approx(2 * DAY_S)
+    wait_until_it_sleeps(scrubber)
     scrubber.set_pace(0, MIB)
     time.advance(9 * DAY_S)
     assert scrubber._due_s() > 0
