@@ -218,6 +218,34 @@ class InternalError(DaemonError):
     code = 599
 
 
+class LiveError(WarmKVError):
+    """The live cache could not do what was asked; it is as it was before."""
+
+    code = 600
+
+
+class OutOfMemory(LiveError):
+    """Memory could not be had. ``requested_bytes`` is what the refused allocation asked for."""
+
+    code = 601
+
+    def __init__(self, message: str, requested_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.requested_bytes = requested_bytes
+
+
+class CannotRewind(LiveError):
+    """State that cannot be taken back to an earlier position: recurrent, sealed, or behind its undo rows."""
+
+    code = 602
+
+
+class SealError(LiveError):
+    """A Nystroem layer could not be sealed; it stays refused until it is cleared."""
+
+    code = 603
+
+
 def _walk(root: type[WarmKVError]) -> list[type[WarmKVError]]:
     found = [root]
     for child in root.__subclasses__():

@@ -59,6 +59,7 @@ def test_no_other_module_of_the_schema_declares_an_error() -> None:
         ("StoreError", 300, 399),
         ("ClientError", 400, 499),
         ("DaemonError", 500, 599),
+        ("LiveError", 600, 699),
     ],
 )
 def test_codes_lie_in_the_range_of_their_family(name: str, low: int, high: int) -> None:

@@ -1,0 +1,109 @@
+"""Which code computes: one explicit table of operations by backend.
+
+``reference`` is the numpy specification, ``fast`` its compiled twin (needs numba). Whoever asks for a
+backend by name gets it or `BackendMissing`; ``auto`` takes the best there is and says once which.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Literal, Protocol
+
+from warmkv.kernels.attention import reference as attention
+from warmkv.kernels.attention.reference import Attended
+from warmkv.kernels.errors import BackendMissing
+from warmkv.kernels.formats import F32, Block, RowFormat
+from warmkv.kernels.nystrom import reference as nystrom
+from warmkv.kernels.nystrom.reference import Group, Rectifier
+from warmkv.kernels.quant import reference as quant
+from warmkv.kernels.ring import reference as ring
+from warmkv.kernels.ring.reference import Rotation
+
+Backend = Literal["auto", "reference", "fast"]
+log = logging.getLogger(__name__)
+
+
+class Attend(Protocol):
+    def __call__(
+        self, q: F32, keys: Sequence[Block], values: Sequence[Block], *, scale: float, first: int = 0,
+        upto: int | None = None, softcap: float = 0.0, sinks: F32 | None = None, importance: F32 | None = None,
+    ) -> Attended: ...  # fmt: skip
+
+
+class AttendChunk(Protocol):
+    def __call__(
+        self, q: F32, keys: Sequence[Block], values: Sequence[Block], *, scale: float, start: int, window: int = 0,
+        softcap: float = 0.0, sinks: F32 | None = None, importance: F32 | None = None,
+    ) -> Attended: ...  # fmt: skip
+
+
+class Encode(Protocol):
+    def __call__(self, rows: F32, format_: RowFormat, *, keys: bool, field: F32 | None = None) -> Block: ...
+
+
+class RingAttend(Protocol):
+    def __call__(
+        self, q: F32, ring_keys: F32, ring_values: F32, seen: int, rotation: Rotation, *, scale: float,
+        sink_keys: F32 | None = None, sink_values: F32 | None = None,
+    ) -> F32: ...  # fmt: skip
+
+
+class NystromPrefill(Protocol):
+    def __call__(
+        self, q: F32, k: F32, v: F32, *, landmarks: int, window: int, sinks: int,
+        rectifier: Rectifier = Rectifier.AGGREGATE, scale: float | None = None,
+    ) -> Group: ...  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The operations of one backend; what each does stands in its reference.
+
+    ``attend`` and ``attend_chunk`` work on the query heads of one KV head; see `attention.layer` for
+    all heads of a layer on several threads."""
+
+    name: str
+    attend: Attend
+    attend_chunk: AttendChunk
+    encode: Encode
+    decode: Callable[[Block], F32]
+    refield: Callable[[Block], Block]
+    ring_attend: RingAttend
+    nystrom_prefill: NystromPrefill
+    nystrom_step: Callable[[Group, F32, F32, F32], F32]
+
+
+def kernels(backend: Backend = "auto") -> Kernels:
+    """The operations of a backend. Raises BackendMissing for one that cannot be had here."""
+    if backend == "auto":
+        return _best()
+    if backend == "reference":
+        return REFERENCE
+    if backend == "fast":
+        return _fast()
+    raise BackendMissing(f"no backend is called {backend!r}; expected 'auto', 'reference' or 'fast'")
+
+
+REFERENCE = Kernels(
+    "reference", attention.attend, attention.attend_chunk, quant.encode, quant.decode, quant.refield, ring.attend,
+    nystrom.prefill, nystrom.step,
+)  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _best() -> Kernels:
+    try:
+        return _fast()
+    except BackendMissing as exc:
+        log.warning("%s; the numpy reference computes instead", exc)
+        return REFERENCE
+
+
+def _fast() -> Kernels:
+    if find_spec("numba") is None:
+        raise BackendMissing("backend 'fast' needs numba: pip install 'warmkv[fast]'")
+    raise BackendMissing("backend 'fast' is not there yet")

@@ -1,0 +1,1 @@
+"""One class a kind of layer: rows that are attended, rings, recurrent vectors, Nyström states."""
