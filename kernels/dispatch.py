@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Literal, Protocol
 
@@ -32,6 +32,13 @@ class Attend(Protocol):
         self, q: F32, keys: Sequence[Block], values: Sequence[Block], *, scale: float, first: int = 0,
         upto: int | None = None, softcap: float = 0.0, sinks: F32 | None = None, importance: F32 | None = None,
     ) -> Attended: ...  # fmt: skip
+
+
+class AttendHeads(Protocol):
+    def __call__(
+        self, q: F32, keys: Sequence[Sequence[Block]], values: Sequence[Sequence[Block]], *, scale: float, first: int = 0,
+        upto: int | None = None, softcap: float = 0.0, sinks: F32 | None = None, observe: bool = False,
+    ) -> tuple[Attended, F32 | None]: ...  # fmt: skip
 
 
 class AttendChunk(Protocol):
@@ -75,6 +82,7 @@ class Kernels:
     ring_attend: RingAttend
     nystrom_prefill: NystromPrefill
     nystrom_step: Callable[[Group, F32, F32, F32], F32]
+    attend_heads: AttendHeads | None = None  # several KV heads in one call, where that is faster
 
 
 def kernels(backend: Backend = "auto") -> Kernels:
@@ -103,7 +111,21 @@ def _best() -> Kernels:
         return REFERENCE
 
 
+@lru_cache(maxsize=1)
 def _fast() -> Kernels:
     if find_spec("numba") is None:
         raise BackendMissing("backend 'fast' needs numba: pip install 'warmkv[fast]'")
-    raise BackendMissing("backend 'fast' is not there yet")
+    try:
+        from warmkv.kernels.attention import chunk
+        from warmkv.kernels.attention import fast as fast_attention
+        from warmkv.kernels.attention.soften import soften
+        from warmkv.kernels.nystrom import fast as fast_nystrom
+        from warmkv.kernels.quant import fast as fast_quant
+        from warmkv.kernels.ring import fast as fast_ring
+    except (ImportError, RuntimeError) as exc:  # a numba that doesn't fit this numpy, or finds no place for its cache
+        raise BackendMissing(f"backend 'fast' cannot be loaded: {exc}") from exc
+    return Kernels(
+        "fast", fast_attention.attend, partial(chunk.attend_chunk, soften=soften), fast_quant.encode, fast_quant.decode,
+        fast_quant.refield, fast_ring.attend, fast_nystrom.prefill, fast_nystrom.step,
+        fast_attention.attend_heads,
+    )  # fmt: skip

@@ -92,9 +92,21 @@ def prefill(
 ) -> Group:  # fmt: skip
     """The state after a prompt: ``q`` (heads, T, key size), ``k`` (T, key size), ``v`` (T, value size)
     float32, rotated. Raises KernelError."""
-    heads, rows, size = q.shape
-    if k.shape != (rows, size) or v.ndim != 2 or v.shape[0] != rows:
+    group = opening(q, k, v, landmarks=landmarks, window=window, sinks=sinks, rectifier=rectifier, scale=scale)
+    if not group.exact:
+        for row in range(sinks, len(k)):
+            advance(group, k[row], v[row])
+    return group
+
+
+def opening(
+    q: F32, k: F32, v: F32, *, landmarks: int, window: int, sinks: int, rectifier: Rectifier, scale: float | None
+) -> Group:  # fmt: skip
+    """The state of `prefill` with landmarks and sinks, before any row entered its window; one that
+    stays exact has all rows."""
+    if q.ndim != 3 or k.shape != q.shape[1:] or v.ndim != 2 or v.shape[0] != len(k):
         raise KernelError(f"queries of {q.shape}, keys of {k.shape}, values of {v.shape}")
+    heads, rows, size = q.shape
     if landmarks < MIN_LANDMARKS or window < 1 or heads < 1 or sinks < 0:
         raise KernelError(f"{landmarks} landmarks (at least {MIN_LANDMARKS}), window {window}, {sinks} sinks, {heads} heads")
     scale = size**-0.5 if scale is None else scale
@@ -114,9 +126,6 @@ def prefill(
         nothing = np.zeros(count, np.float32)
         far = Far(means, solve, np.zeros((count, v.shape[1]), np.float32), nothing, np.full(count, -np.inf, np.float32))
         group.far.append(far)
-    if not exact:
-        for row in range(sinks, rows):
-            advance(group, k[row], v[row])
     return group
 
 
@@ -175,10 +184,15 @@ def step(group: Group, q: F32, k: F32, v: F32) -> F32:
     """Take in one row, then attend ``q`` (heads, key size); outputs (heads, value size).
 
     Raises KernelError, and then nothing was taken in."""
-    if q.shape != (group.heads, group.keys.shape[1]) or k.shape != q.shape[1:] or v.shape != group.values.shape[1:]:
-        raise KernelError(f"queries of {q.shape}, a key of {k.shape}, a value of {v.shape} for {group.heads} heads")
+    check_step(group, q, k, v)
     advance(group, k, v)
     return np.stack([_read(group, far, q[head]) for head, far in enumerate(group.far)])
+
+
+def check_step(group: Group, q: F32, k: F32, v: F32) -> None:
+    """Raises KernelError unless all fit the state."""
+    if q.shape != (group.heads, group.keys.shape[1]) or k.shape != q.shape[1:] or v.shape != group.values.shape[1:]:
+        raise KernelError(f"queries of {q.shape}, a key of {k.shape}, a value of {v.shape} for {group.heads} heads")
 
 
 def _read(group: Group, far: Far, q: F32) -> F32:

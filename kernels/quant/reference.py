@@ -56,7 +56,12 @@ def require_finite(rows: F32) -> None:
 
 def field_of(rows: F32) -> F32:
     """The per-channel field of rows (rows, size) that are stored: their RMS."""
-    total: F32 = np.add.reduce(rows * rows, axis=0, dtype=np.float32)
+    with np.errstate(over="ignore"):
+        total: F32 = np.add.reduce(rows * rows, axis=0, dtype=np.float32)
+    if not np.isfinite(total).all():
+        wide = np.sqrt(np.mean(np.square(rows, dtype=np.float64), axis=0))
+        wide_field: F32 = np.maximum(wide.astype(np.float32), MIN_FIELD)
+        return wide_field
     field: F32 = np.maximum(np.sqrt(total / np.float32(max(1, len(rows)))), MIN_FIELD)
     return field
 
@@ -72,7 +77,7 @@ def refield(block: Block) -> Block:
 def _quantise(rows: F32, groups: int, field: F32 | None) -> Block:
     count, size = rows.shape
     group = size if groups == 1 else KEY_GROUP
-    residual = rows if field is None else rows / field
+    residual = rows if field is None else _against(rows, field)
     codes = np.empty((count, size), np.int8)
     scales = np.empty((count, groups), np.float32)
     for index in range(groups):
@@ -81,6 +86,16 @@ def _quantise(rows: F32, groups: int, field: F32 | None) -> Block:
         scales[:, index] = scale
         codes[:, index * group : (index + 1) * group] = np.clip(_round(part / scale[:, None]), -127, 127)
     return Block(RowFormat.Q8_2F, codes, scales, field)
+
+
+def _against(rows: F32, field: F32) -> F32:
+    with np.errstate(over="ignore"):
+        residual: F32 = rows / field
+    bad = ~np.isfinite(residual).all(axis=1)
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise NotFinite(f"row {row} is too large beside its field", row)
+    return residual
 
 
 def _round(x: F32) -> F32:

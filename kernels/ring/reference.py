@@ -58,7 +58,7 @@ def attend(
 
     Raises KernelError."""
     window, half = ring_keys.shape[0], rotation.cos.shape[1]
-    _check(q, ring_keys, ring_values, seen, rotation, sink_keys, sink_values)
+    check(q, ring_keys, ring_values, seen, rotation, sink_keys, sink_values)
     logits, rows = [], []
     if sink_keys is not None and sink_values is not None:
         logits += [(q * key).sum(axis=1) * np.float32(scale) for key in sink_keys]
@@ -77,9 +77,10 @@ def attend(
     return out
 
 
-def _check(
+def check(
     q: F32, ring_keys: F32, ring_values: F32, seen: int, rotation: Rotation, sink_keys: F32 | None, sink_values: F32 | None
 ) -> None:  # fmt: skip
+    """Raises KernelError unless the arguments of `attend` fit each other."""
     size, window = q.shape[1], ring_keys.shape[0]
     if ring_keys.shape != (window, size) or ring_values.shape[0] != window or window < 1:
         raise KernelError(f"a ring of {ring_keys.shape} keys and {ring_values.shape} values for queries of {size} channels")

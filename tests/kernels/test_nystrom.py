@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import ModuleType
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from warmkv.kernels.errors import KernelError
-from warmkv.kernels.nystrom import reference as nystrom
-from warmkv.kernels.nystrom.reference import Rectifier
+from warmkv.kernels.nystrom.reference import Rectifier, deferred_boundary, memory_bytes, solver
 from warmkv.kernels.testing import softmax_attention
 
 F32, F64 = npt.NDArray[np.float32], npt.NDArray[np.float64]
+
+
+@pytest.fixture(params=["reference", "fast"])
+def nystrom(request: pytest.FixtureRequest) -> ModuleType:
+    if request.param == "fast":
+        pytest.importorskip("numba")
+    return import_module(f"warmkv.kernels.nystrom.{request.param}")
 
 
 def clustered(count: int, size: int, atoms: int, seed: int) -> F32:
@@ -49,7 +58,9 @@ def whole(
 @pytest.mark.parametrize("rectifier", list(Rectifier))
 @pytest.mark.parametrize("sinks", [0, 4])
 @pytest.mark.parametrize("heads", [1, 3])
-def test_every_step_is_the_formula_over_the_whole_sequence(rectifier: Rectifier, sinks: int, heads: int) -> None:
+def test_every_step_is_the_formula_over_the_whole_sequence(
+    nystrom: ModuleType, rectifier: Rectifier, sinks: int, heads: int
+) -> None:
     size, value_size, landmarks, window, prompt, total = 16, 8, 4, 16, 64, 96
     k, v = clustered(total, size, 4, 1), clustered(total, value_size, 4, 2)
     q = np.stack([clustered(total, size, 4, 10 + head) for head in range(heads)])
@@ -70,7 +81,7 @@ def test_every_step_is_the_formula_over_the_whole_sequence(rectifier: Rectifier,
     assert np.max(errors) < 1e-3 and np.mean(errors) < 1e-4
 
 
-def test_heads_of_a_group_give_the_bits_of_states_of_their_own() -> None:
+def test_heads_of_a_group_give_the_bits_of_states_of_their_own(nystrom: ModuleType) -> None:
     k, v = clustered(96, 16, 4, 1), clustered(96, 8, 4, 2)
     q = np.stack([clustered(96, 16, 4, 10 + head) for head in range(3)])
     together = nystrom.prefill(q[:, :64], k[:64], v[:64], landmarks=4, window=16, sinks=2)
@@ -82,10 +93,10 @@ def test_heads_of_a_group_give_the_bits_of_states_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 12, 43, 44])
-def test_a_prompt_too_short_stays_exact_for_good(rows: int) -> None:
+def test_a_prompt_too_short_stays_exact_for_good(nystrom: ModuleType, rows: int) -> None:
     window, sinks = 32, 4
     k, v, q = clustered(60, 8, 4, 1), clustered(60, 8, 4, 2), clustered(60, 8, 4, 3)
-    assert rows < nystrom.deferred_boundary(window, sinks) == 45
+    assert rows < deferred_boundary(window, sinks) == 45
     group = nystrom.prefill(q[None, :rows], k[:rows], v[:rows], landmarks=4, window=window, sinks=sinks)
     assert group.exact
     for position in range(rows, 60):
@@ -95,7 +106,7 @@ def test_a_prompt_too_short_stays_exact_for_good(rows: int) -> None:
         np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-def test_clipped_weights_stay_between_the_values_and_unclipped_ones_do_not() -> None:
+def test_clipped_weights_stay_between_the_values_and_unclipped_ones_do_not(nystrom: ModuleType) -> None:
     rng = np.random.default_rng(5)
     prompt, total, size = 256, 320, 16
     k, q = ((3 * rng.standard_normal((total, size))).astype(np.float32) for _ in range(2))
@@ -108,13 +119,33 @@ def test_clipped_weights_stay_between_the_values_and_unclipped_ones_do_not() -> 
     assert beyond[Rectifier.FM] < 1e-3 and beyond[Rectifier.AGGREGATE] > 1e-2
 
 
-def test_bytes_are_those_of_the_formula() -> None:
+def test_landmarks_that_are_alike_are_solved_with_the_ridge_of_the_formula() -> None:
+    rng = np.random.default_rng(1)
+    keys, queries = (rng.standard_normal((8, 16)).astype(np.float32) for _ in range(2))
+    keys[5], queries[6] = keys[2], queries[3]
+    a = np.exp(0.25 * queries.astype(np.float64) @ keys.astype(np.float64).T)
+    gram = a.T @ a
+    expected = np.linalg.solve(gram + 1e-6 * np.diag(gram).mean() * np.eye(8), a.T)
+    np.testing.assert_allclose(solver(queries, keys, 0.25), expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+def test_an_estimate_with_a_negative_denominator_is_dropped(nystrom: ModuleType) -> None:
+    k, v, q = clustered(96, 16, 4, 1), clustered(96, 8, 4, 2), clustered(96, 16, 4, 10)[None]
+    group, near = (nystrom.prefill(q[:, :64], k[:64], v[:64], landmarks=4, window=16, sinks=2) for _ in range(2))
+    group.far[0].solve = -np.abs(group.far[0].solve)
+    near.far[0].solve = np.zeros_like(near.far[0].solve)
+    for position in range(64, 96):
+        wrong, right = (nystrom.step(state, q[:, position], k[position], v[position]) for state in (group, near))
+        np.testing.assert_allclose(wrong, right, rtol=0, atol=2e-6)
+
+
+def test_bytes_are_those_of_the_formula(nystrom: ModuleType) -> None:
     k, v = clustered(256, 128, 32, 1), clustered(256, 128, 32, 2)
     group = nystrom.prefill(np.stack([k, k]), k, v, landmarks=32, window=128, sinks=4)
-    assert nystrom.memory_bytes(group) == 151_552 + 2 * 37_120
+    assert memory_bytes(group) == 151_552 + 2 * 37_120
 
 
-def test_what_does_not_fit_is_refused_and_nothing_is_taken_in() -> None:
+def test_what_does_not_fit_is_refused_and_nothing_is_taken_in(nystrom: ModuleType) -> None:
     k = clustered(64, 8, 4, 1)
     for wrong in ({"landmarks": 3}, {"window": 0}, {"sinks": -1}):
         with pytest.raises(KernelError):

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from warmkv.kernels.errors import KernelError
-from warmkv.kernels.ring.reference import Rotation, attend
+from warmkv.kernels.ring.reference import Rotation
 from warmkv.kernels.testing import rows
 
 F64 = npt.NDArray[np.float64]
+
+
+Attend = Callable[..., npt.NDArray[np.float32]]
+
+
+@pytest.fixture(params=["reference", "fast"])
+def attend(request: pytest.FixtureRequest) -> Attend:
+    if request.param == "fast":
+        pytest.importorskip("numba")
+    found: Attend = import_module(f"warmkv.kernels.ring.{request.param}").attend
+    return found
 
 
 def rotated(x: F64, position: int, inv_freq: F64) -> F64:
@@ -25,7 +39,9 @@ def rotated(x: F64, position: int, inv_freq: F64) -> F64:
 @pytest.mark.parametrize("sinks", [0, 1, 3])
 @pytest.mark.parametrize("rope_scale", [1.0, 1.3])
 @pytest.mark.parametrize(("size", "half"), [(8, 4), (7, 2), (1, 0)])
-def test_distances_stand_for_absolute_positions(seen: int, sinks: int, rope_scale: float, size: int, half: int) -> None:
+def test_distances_stand_for_absolute_positions(
+    attend: Attend, seen: int, sinks: int, rope_scale: float, size: int, half: int
+) -> None:
     window, heads, value_size = 8, 3, 5
     inv_freq = 1.0 / 10.0 ** (np.arange(half) / max(1, half))
     k, v, q = rows(seen, size, 1), rows(seen, value_size, 2), rows(heads, size, 3, 0.3)
@@ -53,7 +69,7 @@ def test_distances_stand_for_absolute_positions(seen: int, sinks: int, rope_scal
     np.testing.assert_allclose(out, expected, rtol=0, atol=3e-5)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused(attend: Attend) -> None:
     ring, rotation = np.zeros((8, 4), np.float32), Rotation.table(8, np.ones(2))
     with pytest.raises(KernelError, match="queries of 6"):
         attend(np.zeros((1, 6), np.float32), ring, ring, 1, rotation, scale=1.0)

@@ -1,0 +1,176 @@
+"""Faults a kernel or a live layer could have, one a line of its code: what the tests must notice.
+
+Each is an exact piece of a file that occurs there once, and what stands there instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """``tests`` are the files, below tests/, that are to fail while ``file`` has ``wrong`` for ``right``."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...]
+
+
+REFERENCE, CHUNK, SOFTEN = (f"kernels/attention/{name}.py" for name in ("reference", "chunk", "soften"))
+FAST, COMPILED, LAYER = (f"kernels/attention/{name}.py" for name in ("fast", "compiled", "layer"))
+QUANT, QUANT_FAST = "kernels/quant/reference.py", "kernels/quant/fast.py"
+RING, RING_FAST = "kernels/ring/reference.py", "kernels/ring/fast.py"
+NYSTROM, NYSTROM_FAST = "kernels/nystrom/reference.py", "kernels/nystrom/fast.py"
+PLANES, GROWING = "kvstore/live/rows/planes.py", "kvstore/live/rows/growing.py"
+ATTENTION, BOUNDED, PLACES = (f"kvstore/live/layers/{name}.py" for name in ("attention", "bounded", "places"))
+EVICT = "kvstore/live/evict.py"
+
+OF_REFERENCE, OF_CHUNK = ("kernels/test_attention.py",), ("kernels/test_chunk.py",)
+OF_FAST, OF_QUANT = ("kernels/test_attention_fast.py",), ("kernels/test_quant.py",)
+OF_QUANT_FAST = ("kernels/test_quant_fast.py",)
+OF_RING, OF_NYSTROM = ("kernels/test_ring.py",), ("kernels/test_nystrom.py",)
+OF_ATTENTION = ("kvstore/live/test_attention_layer.py", "kvstore/live/test_attention_walk.py")
+OF_ROWS = ("kvstore/live/test_growing.py", "kvstore/live/test_freeze.py")
+
+MUTANTS = (
+    Mutant(
+        "keys scaled by the group before", REFERENCE, "dtype=np.float32) * block.scales[:, index]",
+        "dtype=np.float32) * block.scales[:, index - 1]", OF_REFERENCE,
+    ),
+    Mutant("a window one row too wide", REFERENCE, "max(0, upto - window) if", "max(0, upto - window - 1) if", OF_REFERENCE),
+    Mutant("the sink missing in the denominator", REFERENCE, " + np.exp(np.float64(sink - top))", "", OF_REFERENCE),
+    Mutant(
+        "parts merged without rescaling", REFERENCE, "np.exp(np.float64(part.top - anything)) * part.total",
+        "np.float64(1) * part.total", OF_REFERENCE,
+    ),
+    Mutant(
+        "the soft cap after the maximum was taken off", REFERENCE, "np.tanh(logits / np.float32(softcap))",
+        "np.tanh((logits - logits.max(initial=-np.inf)) / np.float32(softcap))", OF_REFERENCE,
+    ),
+    Mutant(
+        "importance of rows that were masked", REFERENCE, "importance[first:last] += weights",
+        "importance[: last - first] += weights", OF_REFERENCE,
+    ),
+    Mutant(
+        "values without their field", REFERENCE, "return total if block.field is None else total * block.field",
+        "return total", OF_REFERENCE,
+    ),
+    Mutant(
+        "a chunk that sees one row ahead", CHUNK, "np.arange(first, last) // self.heads + 1",
+        "np.arange(first, last) // self.heads + 2", OF_CHUNK,
+    ),
+    Mutant(
+        "a chunk whose window is one row too wide", CHUNK, "np.maximum(high - self.window, 0)",
+        "np.maximum(high - self.window - 1, 0)", OF_CHUNK,
+    ),
+    Mutant("a maximum that stays stale", CHUNK, "    top[:] = highest\n", "", OF_CHUNK),
+    Mutant("tiles added without rescaling", CHUNK, "np.multiply(mine, faded[:, None], out=mine)", "pass", OF_CHUNK),
+    Mutant("a chunk without its sinks", CHUNK, "total[:] = ~np.isneginf(top)", "total[:] = 0", OF_CHUNK),
+    Mutant(
+        "a chunk's importance of masked rows", CHUNK, "soften(weights, part.low, part.high, top[mine]",
+        "soften(weights, np.zeros_like(part.low), part.high, top[mine]", OF_CHUNK,
+    ),
+    Mutant("unseen NaN multiplied by zero", CHUNK, "    if not part.whole:\n", "    if False:\n", OF_CHUNK),
+    Mutant(
+        "a tile of the wrong rows of values", CHUNK, "v[part.left : part.right], part)", "v[: part.right - part.left], part)",
+        OF_CHUNK,
+    ),
+    Mutant(
+        "compiled: a masked column keeps its score", SOFTEN, "row[max(end, 0) :] = 0", "row[max(end, 0) + 1 :] = 0", OF_CHUNK,
+    ),
+    Mutant("compiled: a maximum that stays stale", SOFTEN, "top[index] = highest", "top[index] = top[index]", OF_CHUNK),
+    Mutant(
+        "compiled: the sink missing in the denominator", COMPILED, "total += math.exp(np.float64(sink - top))",
+        "total += 0.0", OF_FAST,
+    ),
+    Mutant(
+        "compiled: importance overwritten", COMPILED, "words.add(words.load_part(mass, there), weights)",
+        "weights", OF_FAST,
+    ),
+    Mutant(
+        "compiled: values without their field", COMPILED,
+        "factor = np.float64(words.number(field + 4 * channel)) if field else 1.0", "factor = 1.0", OF_FAST,
+    ),
+    Mutant(
+        "compiled: scales of other rows", FAST, "scales = rows.ctypes.data + low * scales_apart", "scales = rows.ctypes.data",
+        OF_FAST,
+    ),
+    Mutant(
+        "compiled: importance of masked rows", FAST, "importance[first : first + count]", "importance[:count]", OF_FAST,
+    ),
+    Mutant(
+        "sinks of the first heads for every group", LAYER, "first=first, upto=upto, softcap=softcap,\n"
+        "            sinks=None if sinks is None else sinks[mine]", "first=first, upto=upto, softcap=softcap,\n"
+        "            sinks=None if sinks is None else sinks[:group]", ("kernels/test_attention_fast.py", *OF_ATTENTION),
+    ),
+    Mutant(
+        "halves rounded to even", QUANT, "np.abs(x - whole) >= np.float32(0.5)", "np.abs(x - whole) > np.float32(0.5)", OF_QUANT,
+    ),
+    Mutant("a field of one row too many", QUANT, "max(1, len(rows))", "len(rows) + 1", OF_QUANT),
+    Mutant("rows decoded without their field", QUANT, "np.multiply(rows, block.field, out=rows)", "pass", OF_QUANT),
+    Mutant(
+        "compiled: halves rounded to even", QUANT_FAST, "abs(steps - whole) >= HALF", "abs(steps - whole) > HALF", OF_QUANT_FAST,
+    ),
+    Mutant("compiled: the field of another channel", QUANT_FAST, "row[at] / field[at]", "row[at] / field[0]", OF_QUANT_FAST),
+    Mutant(
+        "compiled: the scale of the first group", QUANT_FAST, "scale = scales[index, which]", "scale = scales[index, 0]",
+        OF_QUANT_FAST,
+    ),
+    Mutant("the wrong slot of a ring", RING, "slot = (seen - 1 - distance)", "slot = (seen - distance)", OF_RING),
+    Mutant("the rotary factor once only", RING, "float(rope_scale) ** 2", "float(rope_scale)", OF_RING),
+    Mutant(
+        "compiled: the wrong slot of a ring", RING_FAST, "ring_keys[(seen - 1 - distance) % window]",
+        "ring_keys[(seen - distance) % window]", OF_RING,
+    ),
+    Mutant("compiled: a rotation the other way", RING_FAST, "- high[at] * sin[at]", "+ high[at] * sin[at]", OF_RING),
+    Mutant("the ridge missing", NYSTROM, "ridge = RIDGE * mean", "ridge = 0.0 * mean", OF_NYSTROM),
+    Mutant("landmarks added to without rescaling", NYSTROM, "far.values * kept[:, None] + ", "far.values + ", OF_NYSTROM),
+    Mutant(
+        "a window that skips a slot", NYSTROM, "(group.head + 1) % group.window", "(group.head + 2) % group.window", OF_NYSTROM,
+    ),
+    Mutant(
+        "compiled: landmarks added to without rescaling", NYSTROM_FAST, "before[at] * kept + weight", "before[at] + weight",
+        OF_NYSTROM,
+    ),
+    Mutant(
+        "compiled: a negative estimate that counts", NYSTROM_FAST, "if has_far and below_far >= 0:", "if has_far:", OF_NYSTROM,
+    ),
+    Mutant(
+        "a prompt's window turned by one", NYSTROM_FAST, "np.arange(last - sinks, len(k) - sinks) % window",
+        "np.arange(last - sinks + 1, len(k) - sinks + 1) % window", OF_NYSTROM,
+    ),
+    Mutant("a freeze one row early", PLANES, "WARMUP_ROWS - before)", "WARMUP_ROWS - 1 - before)", OF_ROWS),
+    Mutant(
+        "the field of the first head for all", GROWING, "= self._field[head]\n", "= self._field[0]\n",
+        (*OF_ROWS, *OF_ATTENTION),
+    ),
+    Mutant(
+        "rows dropped in front that stay", GROWING, "self._first, self._count = self._first + rows, self._count - rows",
+        "self._count = self._count - rows", OF_ROWS,
+    ),
+    Mutant(
+        "a layer's window one row too narrow", ATTENTION, "first = last - self.plan.window if",
+        "first = last - self.plan.window + 1 if", OF_ATTENTION,
+    ),
+    Mutant(
+        "answers observed though not to be", ATTENTION,
+        "softcap=self.plan.softcap, sinks=self._alive_sinks(), importance=self.importance if observe else None,\n"
+        "                threads=self.threads,", "softcap=self.plan.softcap, sinks=self._alive_sinks(), "
+        "importance=self.importance, threads=self.threads,", OF_ATTENTION,
+    ),
+    Mutant(
+        "the next position counted from rows", PLACES, "        self.rows = len(kept)\n",
+        "        self.rows = self.position = len(kept)\n", OF_ATTENTION,
+    ),
+    Mutant(
+        "undo rows beyond their depth", BOUNDED, "min(self._undone + 1, self._ring.undo_rows)", "self._undone + 1",
+        ("kvstore/live/test_bounded.py",),
+    ),
+    Mutant(
+        "eviction that gives up a sink", EVICT, "np.arange(sinks, rows - recent", "np.arange(max(0, sinks - 1), rows - recent",
+        ("kvstore/live/test_evict.py",),
+    ),
+)  # fmt: skip
