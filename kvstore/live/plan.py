@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 
 from warmkv.kernels.formats import RowFormat
 from warmkv.kernels.nystrom.reference import EXACT_SLACK, MIN_LANDMARKS, Rectifier
@@ -134,14 +135,21 @@ class LayerPlan:
     def _validate_bounded(self, where: str) -> None:
         if self.ring is not None:
             _size(where, "ring window", self.ring.window)
-            if self.ring.sinks < 0 or self.ring.undo_rows < 0 or 2 * len(self.ring.inv_freq) > self.key_size:
+            counts = (self.ring.sinks, self.ring.undo_rows)
+            if min(counts) < 0 or max(counts) > MAX_SIZE or 2 * len(self.ring.inv_freq) > self.key_size:
                 raise RecordError(f"{where}: {self.ring} for keys of {self.key_size} channels")
+            if not all(isfinite(number) for number in (self.ring.rope_scale, *self.ring.inv_freq)):
+                raise RecordError(f"{where}: {self.ring}; expected finite frequencies and scale")
         if self.nystrom is not None:
             plan = self.nystrom
             if plan.landmarks < MIN_LANDMARKS or plan.window < 1 or plan.sinks < 0 or plan.boundary < 0:
                 raise RecordError(f"{where}: {plan}; expected at least {MIN_LANDMARKS} landmarks and a window of 1")
+            if max(plan.landmarks, plan.window, plan.sinks) > MAX_SIZE:
+                raise RecordError(f"{where}: {plan}; expected at most {MAX_SIZE} of anything")
         if (self.ring or self.nystrom) and (self.key_format, self.value_format) != (RowFormat.F32, RowFormat.F32):
             raise RecordError(f"{where}: rows of {self.key_format.value} and {self.value_format.value}, expected f32")
+        if (self.ring or self.nystrom) and self.softcap:
+            raise RecordError(f"{where}: a soft cap of {self.softcap}, expected none")
         if (self.ring or self.nystrom) and self.alive and not all(self.alive):
             raise RecordError(f"{where}: dead KV heads, expected all alive")
 

@@ -1,19 +1,18 @@
 """What every storage of rows can do.
 
 A plane holds keys or values of the alive KV heads of one layer. All planes of a layer have as many
-rows; whoever changes more than one reserves first, so that nothing fails half-way.
+rows; whoever changes more than one first does everything that can fail - `PlaneRows.reserve`,
+`PlaneRows.encode`, `PlaneRows.refielded`, `PlaneRows.gathered` - and then what cannot: `PlaneRows.write`
+and `PlaneRows.take`.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from warmkv.kernels.formats import F32, Block, RowFormat
-
-Indices = npt.NDArray[np.intp]
+from warmkv.kvstore.live.rows.encoded import Encoded, Indices
+from warmkv.kvstore.live.rows.growing import GrowingRows
 
 
 class PlaneRows(Protocol):
@@ -25,6 +24,7 @@ class PlaneRows(Protocol):
     format: RowFormat
     heads: int
     size: int
+    keys: bool
 
     def __len__(self) -> int:
         """Rows stored."""
@@ -36,29 +36,68 @@ class PlaneRows(Protocol):
         ...
 
     @property
+    def field(self) -> F32 | None:
+        """The frozen field (heads, size), read-only; None while it is open or where there is none."""
+        ...
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of the rows stored, scales and field included; capacity beyond them is not counted."""
+        ...
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes this plane has allocated, capacity included."""
+        ...
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of rows that lie in somebody else's memory."""
         ...
 
     def reserve(self, rows: int) -> None:
         """Make room for ``rows`` more. Raises OutOfMemory with the bytes asked for, nothing changed."""
         ...
 
+    def encode(self, rows: F32) -> Encoded:
+        """What ``rows`` (n, heads, size) float32 are stored as behind the others; changes nothing. Raises
+        RecordError that names head and row where a quantised format meets NaN or infinity."""
+        ...
+
+    def write(self, encoded: Encoded) -> None:
+        """Store what `encode` gave; room was reserved. Cannot fail."""
+        ...
+
     def append(self, rows: F32) -> None:
-        """Store rows (n, heads, size) float32 behind the others; room was reserved. Raises RecordError
-        that names the row where a quantised format meets NaN or infinity, nothing changed."""
+        """`encode` and `write`."""
+        ...
+
+    def refielded(self, room: int = 0) -> GrowingRows:
+        """A copy in memory of its own with the field fixed from the rows stored, these written anew, and
+        room for ``room`` rows more; a plain copy where there is no field to fix. Raises OutOfMemory, nothing
+        changed."""
+        ...
+
+    def gathered(self, kept: Indices | None, room: int = 0) -> GrowingRows:
+        """A copy in memory of its own of the rows at ``kept``, ascending (None: all), with room for ``room``
+        more. Raises OutOfMemory, nothing changed."""
+        ...
+
+    def take(self, other: GrowingRows) -> None:
+        """Become ``other``, which is not to be used any more. Cannot fail."""
         ...
 
     def freeze(self) -> None:
-        """Fix the field from the rows stored and write them anew; nothing where there is none."""
+        """Fix the field from the rows stored and write them anew; nothing where there is none. Raises
+        OutOfMemory, nothing changed."""
         ...
 
     def truncate(self, rows: int) -> None:
-        """Keep the first ``rows``."""
+        """Keep the first ``rows``. Cannot fail."""
         ...
 
     def drop_front(self, rows: int) -> None:
-        """Forget the first ``rows``; the others keep their bytes."""
+        """Forget the first ``rows``; the others keep their bytes. Cannot fail."""
         ...
 
     def gather(self, kept: Indices) -> None:
@@ -69,6 +108,10 @@ class PlaneRows(Protocol):
         """Forget all rows and the field; memory may be kept."""
         ...
 
+    def release(self) -> None:
+        """`clear`, and give the memory back."""
+        ...
+
     def blocks(self, head: int) -> tuple[Block, ...]:
-        """The rows of one head where they lie, in order; read-only views."""
+        """The rows of one head where they lie, in order: at least one block; read-only views."""
         ...

@@ -1,0 +1,45 @@
+"""What was done to the rows of a cache that the tokens do not tell.
+
+A lineage is a digest over operations, each with what decides its outcome; rows of different lineages
+are never mixed (`schema.records`). Evictions, Nystroem seals and changes of a row's precision are such
+operations. Trimming a sliding window is none (nobody can read those rows), and neither is the freeze
+of a format's field (it is a function of the rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from warmkv.kernels.formats import RowFormat
+from warmkv.kvstore.live.evict import Kept, Mass, Policy
+from warmkv.kvstore.live.plan import NystromPlan
+from warmkv.schema.ids import lineage_after as after
+from warmkv.schema.records import CLEAN, Lineage
+
+__all__ = ["CLEAN", "after", "evicted", "requantised", "sealed", "wired"]
+
+
+def evicted(lineage: Lineage, policy: Policy, position: int, kept: Iterable[tuple[int, Kept]]) -> Lineage:
+    """After an eviction at ``position`` that left the rows ``kept`` of each layer named. Which rows
+    those are is part of it: importance depends on how a prompt was fed, and so may a choice by it."""
+    sinks = policy.sinks if isinstance(policy, Mass) else 0
+    rows = tuple((layer, np.ascontiguousarray(indices, "<i8").tobytes()) for layer, indices in kept)
+    return after(lineage, "evicted", policy.name, sinks, position, rows)
+
+
+def sealed(lineage: Lineage, layer: int, plan: NystromPlan, rows: int) -> Lineage:
+    """After ``rows`` rows of a layer became a Nystroem state."""
+    return after(lineage, "sealed", layer, plan.landmarks, plan.window, plan.sinks, plan.rectifier.value, rows)
+
+
+def requantised(lineage: Lineage, layer: int, keys: tuple[RowFormat, RowFormat], values: tuple[RowFormat, RowFormat]) -> Lineage:
+    """After rows of a layer were written in other formats: each pair is (before, after)."""
+    return after(lineage, "requantised", layer, *(format_.value for pair in (keys, values) for format_ in pair))
+
+
+def wired(lineage: Lineage, layer: int, position: int, base: int, half: bool) -> Lineage:
+    """After the rows of a layer up to ``position`` came over the layer wire, in ``half`` precision or with
+    gaps, whose ``base`` is what position and rows differ by."""
+    return after(lineage, "wired", layer, position, base, half)

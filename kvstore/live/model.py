@@ -1,0 +1,186 @@
+"""All layers of one sequence, and what must happen to all of them or to none.
+
+A `ModelCache` makes its layers from the plan and leaves running them to whoever runs the model: append
+and attend are the layers' own. What is here concerns the sequence as a whole: its position, eviction to
+a budget, taking tokens back, what it costs, and its lineage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Union
+
+from warmkv.kernels import dispatch
+from warmkv.kernels.dispatch import Backend, Kernels
+from warmkv.kvstore.live import evict, wire
+from warmkv.kvstore.live import lineage as lineages
+from warmkv.kvstore.live.evict import Mass, Policy
+from warmkv.kvstore.live.layers.attention import AttentionLayer
+from warmkv.kvstore.live.layers.bounded import BoundedLayer
+from warmkv.kvstore.live.layers.nystrom import NystromLayer
+from warmkv.kvstore.live.layers.recurrent import RecurrentLayer
+from warmkv.kvstore.live.memory import LayerMemory, added
+from warmkv.kvstore.live.plan import LayerPlan, ModelPlan
+from warmkv.kvstore.live.rows.allocation import Allocate, allocate
+from warmkv.kvstore.live.wire_record import WireKind, WireRecord
+from warmkv.schema.errors import FormatError, RecordError
+from warmkv.schema.identity import LayerKind
+from warmkv.schema.records import CLEAN, ID_BYTES, Lineage
+
+DEFAULT_POLICY = Mass()
+Layer = Union[AttentionLayer, BoundedLayer, RecurrentLayer, NystromLayer]
+
+
+class ModelCache:
+    """The live cache of one sequence.
+
+    ``layers`` has an entry for each layer of the plan; a SHARED layer's is the very object it shares
+    with. ``policy`` says what `evict` keeps. ``threads`` is how many the attention kernels may use;
+    results do not depend on it.
+
+    **Threading:** one caller at a time; caches of one process know nothing of each other."""
+
+    def __init__(
+        self, plan: ModelPlan, *, backend: Backend = "auto", threads: int = 1, policy: Policy = DEFAULT_POLICY,
+        allocate: Allocate = allocate,
+    ) -> None:  # fmt: skip
+        """Raises BackendMissing, OutOfMemory (rings are taken at once)."""
+        kernels = dispatch.kernels(backend)
+        own = {
+            index: make_layer(layer, index, kernels, threads, allocate)
+            for index, layer in enumerate(plan.layers)
+            if layer.kind is not LayerKind.SHARED
+        }
+        self.plan, self.policy = plan, policy
+        self.own: tuple[Layer, ...] = tuple(own.values())
+        self.layers: tuple[Layer, ...] = tuple(
+            own[layer.shared_with if layer.kind is LayerKind.SHARED else index] for index, layer in enumerate(plan.layers)
+        )
+        self._lineage = CLEAN
+        self._seals_told: set[int] = set()
+
+    @property
+    def position(self) -> int:
+        """Position of the next token: the furthest of the layers'. Not the rows stored, which are fewer
+        after an eviction, a trim, or where none are kept."""
+        return max(layer.position for layer in self.own)
+
+    @property
+    def needs_eviction(self) -> bool:
+        """Whether a layer has as many rows as the plan allows. Layers that bound themselves (windows,
+        rings, Nystroem states, before they are sealed too) do not count: nothing would be evicted."""
+        limit = self.plan.max_rows
+        return limit > 0 and any(layer.rows >= limit for layer in self._evictable)
+
+    @property
+    def lineage(self) -> Lineage:
+        """What was done to the rows that the tokens do not tell; CLEAN for nothing. Seals are noticed
+        when it is read."""
+        for layer in self.own:
+            if isinstance(layer, NystromLayer) and layer.sealed and layer.index not in self._seals_told:
+                assert layer.plan.nystrom is not None
+                self._lineage = lineages.sealed(self._lineage, layer.index, layer.plan.nystrom, layer.sealed_rows)
+                self._seals_told.add(layer.index)
+        return self._lineage
+
+    @lineage.setter
+    def lineage(self, found: Lineage) -> None:
+        """Set by whoever just put state from elsewhere into the layers, seals among it included. Raises
+        RecordError for anything that is no lineage."""
+        if len(found) != ID_BYTES:
+            raise RecordError(f"a lineage of {len(found)} bytes, expected {ID_BYTES}")
+        self._lineage = found
+        self._seals_told = {layer.index for layer in self.own if isinstance(layer, NystromLayer) and layer.sealed}
+
+    def evict(self, keep: int) -> int:
+        """Give up rows of every layer of full attention that has more than ``keep``, by the policy; other
+        layers bound themselves. Returns how many rows went, over all layers. Positions stay, and the
+        lineage changes unless nothing went.
+
+        All layers are planned and their memory taken before the first is changed: for that moment the
+        kept rows are there twice. Raises RecordError (a negative budget, `Mass` without importance) and
+        OutOfMemory; no layer has changed then."""
+        before = self.lineage
+        plans = []
+        for layer in self._evictable:
+            kept = evict.plan(self.policy, layer.rows, keep, layer.importance)
+            if kept is not None:
+                plans.append((layer, kept))
+        changes = [layer.prepare_keep(kept) for layer, kept in plans]
+        if not changes:
+            return 0
+        after = lineages.evicted(before, self.policy, self.position, [(layer.index, kept) for layer, kept in plans])
+        gone = sum(layer.rows - len(kept) for layer, kept in plans)
+        for change in changes:
+            change()
+        self._lineage = after
+        return gone
+
+    def truncate_last(self, count: int) -> None:
+        """Forget the newest ``count`` positions of every layer. Raises RecordError or CannotRewind where
+        one layer cannot, and then none has."""
+        for layer in self.own:
+            layer.check_truncate(count)
+        for layer in self.own:
+            layer.truncate_last(count)
+
+    def clear(self) -> None:
+        """Forget the conversation in all layers; weights and sizes stay, the lineage is clean."""
+        for layer in self.own:
+            layer.clear()
+        self._lineage = CLEAN
+        self._seals_told.clear()
+
+    def memory(self) -> LayerMemory:
+        """What all layers have allocated, by purpose; shared rows count once. Each layer has its own
+        report."""
+        return added(layer.memory() for layer in self.own)
+
+    def export_layers(self, *, f16: bool = False) -> tuple[bytes, ...]:
+        """A record of the layer wire for each layer that shares with none, see `wire.export_layer`."""
+        return tuple(wire.export_layer(layer, f16=f16) for layer in self.own)
+
+    def import_layers(self, records: Sequence[bytes], *, lineage: Lineage = CLEAN) -> None:
+        """Replace the state of all layers by ``records`` as `export_layers` gives them, or of none.
+        ``lineage`` is the sender's, which the wire does not carry; records of half precision, and rows
+        with gaps, change it further.
+
+        Raises FormatError, UnsupportedError, RecordError, OutOfMemory; no layer has changed then."""
+        if len(records) != len(self.own):
+            raise FormatError(f"{len(records)} layer records, expected {len(self.own)}")
+        prepared = [wire.prepare_import(layer, data) for layer, data in zip(self.own, records, strict=True)]
+        positions = {record.position for record, _ in prepared}
+        if len(positions) > 1:
+            raise FormatError(f"layer records at positions {sorted(positions)}, expected one sequence")
+        told = _wired(lineage, self.own, [record for record, _ in prepared])
+        for _, change in prepared:
+            change()
+        self.lineage = told
+
+    @property
+    def _evictable(self) -> list[AttentionLayer]:
+        return [layer for layer in self.own if isinstance(layer, AttentionLayer) and layer.plan.kind is LayerKind.FULL]
+
+
+def make_layer(plan: LayerPlan, index: int, kernels: Kernels, threads: int, allocate: Allocate = allocate) -> Layer:
+    """The layer a plan describes. Raises RecordError for SHARED, which has no state of its own."""
+    if plan.kind is LayerKind.RECURRENT:
+        return RecurrentLayer(plan, index=index, allocate=allocate)
+    if plan.kind is LayerKind.RING:
+        return BoundedLayer(plan, index=index, kernels=kernels, allocate=allocate)
+    if plan.kind is LayerKind.NYSTROM:
+        return NystromLayer(plan, index=index, kernels=kernels, threads=threads, allocate=allocate)
+    if plan.kind in (LayerKind.FULL, LayerKind.SLIDING):
+        return AttentionLayer(plan, index=index, kernels=kernels, threads=threads, allocate=allocate)
+    raise RecordError(f"layer {index} ({plan.kind.name}) has no state of its own")
+
+
+def _wired(before: Lineage, layers: Sequence[Layer], records: Sequence[WireRecord]) -> Lineage:
+    """Half precision loses digits, except of a recurrent vector, which is sent whole; rows with gaps
+    were evicted."""
+    for layer, record in zip(layers, records, strict=True):
+        halved = record.half and record.kind is not WireKind.LINEAR
+        gaps = record.base if layer.plan.kind is LayerKind.FULL else 0
+        if halved or gaps:
+            before = lineages.wired(before, layer.index, record.position, gaps, halved)
+    return before
