@@ -9,8 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
+from warmkv.kernels.dispatch import REFERENCE
 from warmkv.kvstore import memfd
 from warmkv.kvstore.containers import Container, PlaneSource, write_segment, write_state
+from warmkv.kvstore.live import wire
+from warmkv.kvstore.live.layers.attention import AttentionLayer
+from warmkv.kvstore.live.layers.bounded import BoundedLayer
+from warmkv.kvstore.live.layers.recurrent import RecurrentLayer
+from warmkv.kvstore.live.model import Layer, make_layer
+from warmkv.kvstore.live.plan import LayerPlan, RingPlan
 from warmkv.kvstore.rows import PlaneRows
 from warmkv.kvstore.testing.samples import (
     CONV,
@@ -32,7 +39,7 @@ from warmkv.kvstore.testing.samples import (
 )  # fmt: skip
 from warmkv.schema import frame, ids, kvcache_file, pack_file, segment, summary
 from warmkv.schema import messages as m
-from warmkv.schema.identity import Identity, PlaneFormat, PlaneRole
+from warmkv.schema.identity import Identity, LayerKind, PlaneFormat, PlaneRole
 from warmkv.schema.records import CLEAN, ROOT, Anchor, AnchorKind, Attachment, NamespaceKey, RecordId, as_tokens
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -49,6 +56,14 @@ KINDS = mixed_identity(chunked(3), sink_window(2, 4), hybrid(), OPAQUE)
 #: Models whose records the samples hold.
 IDENTITIES = (PLAIN, BLOCKS, MIXED, KINDS, make_golden.IDENTITY)
 IMAGES = (Attachment(3, 4, IMAGE),)
+_ATTENTION = LayerPlan(LayerKind.FULL, heads=4, kv_heads=2, key_size=3, value_size=3, wire_identity=7)
+#: Layers whose records the layer wire carries: whole, with a dead head, a window, a ring, a vector.
+LIVE = (
+    _ATTENTION, replace(_ATTENTION, alive=(False, True)), replace(_ATTENTION, kind=LayerKind.SLIDING, window=3),
+    replace(_ATTENTION, kind=LayerKind.RING, ring=RingPlan(window=4)),
+    LayerPlan(LayerKind.RECURRENT, kv_heads=1, key_size=3, state_size=5, wire_identity=7),
+    replace(_ATTENTION, untagged_wire=False),
+)  # fmt: skip
 
 
 def key_of(identity: Identity) -> NamespaceKey:
@@ -181,6 +196,36 @@ def values() -> list[bytes]:
     about = (NamespaceKey(b"n" * 16), CLEAN, ROOT, 3, 9, 8192, 4096, 5, "writer")
     plain = summary.Summary(b"h" * 16, *about, 0, 120, ((3, 9), (5, 9)), (b"f" * 16,), IMAGES)
     return [*made, b"\5" + ROOT + summary.encode(ROOT, plain), b"\5" + ROOT + summary.encode(ROOT, plain._replace(extents=()))]
+
+
+def live_layer(number: int, rows: int) -> Layer:
+    """The layer of a plan after so many positions."""
+    layer = make_layer(LIVE[number], 0, REFERENCE, 1)
+    numbers = np.random.default_rng(number)
+    for _ in range(rows):
+        row = numbers.standard_normal((2, 2, 3)).astype(np.float32)
+        if isinstance(layer, AttentionLayer):
+            layer.append(row[:1], row[1:])
+            layer.trim_window()
+        elif isinstance(layer, BoundedLayer):
+            layer.step(np.ones((4, 3), np.float32), row[0], row[1])
+        elif isinstance(layer, RecurrentLayer):
+            layer.update(row.reshape(-1)[:5])
+    return layer
+
+
+def layer_records() -> list[bytes]:
+    """Records of the layer wire, the number of their plan in the first byte: both widths, and without
+    the header."""
+    made = []
+    for number in range(len(LIVE)):
+        for rows in (0, 2, 9):
+            layer = live_layer(number, rows)
+            whole, half = wire.export_layer(layer), wire.export_layer(layer, f16=True)
+            made += [bytes([number]) + data for data in (whole, half)]
+            if number < 2:
+                made.append(bytes([number]) + whole[32:])
+    return made
 
 
 def identities() -> list[bytes]:

@@ -27,6 +27,7 @@ from fuzz_mutation import Repair, repair_container, repair_head, repair_nothing,
 from warmkv.daemon import config
 from warmkv.kvstore import geometry, memfd
 from warmkv.kvstore.channel import Channel, Deadline
+from warmkv.kvstore.live import wire, wire_record
 from warmkv.kvstore.results import Match
 from warmkv.kvstore.store import importing
 from warmkv.kvstore.store.check import check
@@ -248,6 +249,29 @@ def run_kvcache(data: bytes) -> None:
         assert (one.tag, one.keys.tobytes(), one.values.tobytes()) == (other.tag, other.keys.tobytes(), other.values.tobytes())
 
 
+@cache
+def _live_layers() -> tuple[Any, ...]:
+    return tuple(samples.live_layer(number, 3) for number in range(len(samples.LIVE)))
+
+
+def run_layer(data: bytes) -> None:
+    """A record for a live layer that holds something: it replaces it, or leaves no trace. What was taken
+    is what the layer says from then on."""
+    layer, record = _live_layers()[data[0] % len(samples.LIVE) if data else 0], data[1:]
+    before = layer.generation, wire.export_layer(layer)
+    try:
+        wire.import_layer(layer, record)
+    except errors.WarmKVError:
+        assert (layer.generation, wire.export_layer(layer)) == before
+        raise
+    sent = wire_record.parse(record, wire.fit_of(layer.plan, layer.index))
+    assert layer.generation != before[0] and layer.position == sent.position
+    if sent.state is not None and sent.state.size != layer.plan.state_size:
+        assert not layer.state.any(), "nothing was seen, so the vector is zeros"
+    else:
+        assert wire.export_layer(layer) == wire_record.write(replace(sent, half=False))
+
+
 # -- what lies on the disk -----------------------------------------------------------------
 
 
@@ -358,6 +382,7 @@ TARGETS = {
         Target("container", run_container, samples.containers, _COMMIT, 48, MIB, repair_container),
         Target("pack", run_pack, samples.packs, _PACK, 48, 6 * MIB, repair_pack),
         Target("kvcache", run_kvcache, samples.kvcaches, (errors.FormatError, errors.UnsupportedError), 48, 256 * KIB),
+        Target("layer", run_layer, samples.layer_records, (errors.FormatError,), 48, 256 * KIB),
         Target("request", run_request, samples.requests, _REQUEST, 64, MIB),
         Target("values", run_values, samples.values, (errors.FormatError, errors.IdentityError), 48, 256 * KIB, repair_value),
         Target("identity", run_identity, samples.identities, (errors.FormatError, errors.IdentityError), 48, 256 * KIB),
