@@ -4,7 +4,9 @@ the kernels. For our own tests and those of other backends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,26 @@ def rows(count: int, size: int, seed: int, spread: float = 1.0) -> npt.NDArray[n
     data = np.random.default_rng(seed).standard_normal((count, size))
     data[:, ::3] *= 8.0
     return (spread * data).astype(np.float32)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """While it lasts, memory that numpy hands out unfilled has NaN, or 85 where there is no NaN, in it: what a
+    kernel forgets to fill shows. Kernels that compile when first called are to be called before."""
+    fresh, like = np.empty, np.empty_like
+
+    def filled(*given: Any, **more: Any) -> Any:
+        array = fresh(*given, **more)
+        array.fill(np.nan if array.dtype.kind == "f" else 85)
+        return array
+
+    try:
+        setattr(np, "empty", filled)  # noqa: B010
+        setattr(np, "empty_like", lambda array: filled(array.shape, array.dtype))  # noqa: B010
+        yield
+    finally:
+        setattr(np, "empty", fresh)  # noqa: B010
+        setattr(np, "empty_like", like)  # noqa: B010
 
 
 def softmax_attention(

@@ -1,0 +1,1 @@
+"""Rotary position embedding: rotating rows, and moving stored keys to other positions."""
