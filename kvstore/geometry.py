@@ -159,7 +159,7 @@ def _state_planes(layers: Iterable[int], planes: dict[tuple[int, PlaneRole], Pla
         for spec in layer.state_planes:
             plane = planes.get((index, spec.role))
             if plane is None:
-                complete &= spec.role == PlaneRole.IMPORTANCE
+                complete &= spec.role in layer.optional_planes
                 continue
             _check_state_plane(plane, spec, layer.kind)
             count += 1
@@ -177,6 +177,10 @@ def _check_state_plane(plane: Plane, spec: PlaneSpec, kind: LayerKind) -> None:
     one = plane.role in (PlaneRole.CONV, PlaneRole.RECURRENT) and kind not in (LayerKind.RING, LayerKind.NYSTROM)
     if one and plane.rows != 1:
         raise FormatError(f"{_name(plane)} has {plane.rows} rows, expected the one at its position")
+    if kind == LayerKind.SPARSE and plane.role == PlaneRole.FIELD and plane.rows > 1:
+        raise FormatError(f"{_name(plane)} has {plane.rows} rows, expected one, or none while the field is open")
+    if kind == LayerKind.SPARSE and plane.role == PlaneRole.BLOB and plane.rows != 1:
+        raise FormatError(f"{_name(plane)} has {plane.rows} rows, expected one")
 
 
 def _check_field_plane(plane: Plane, header: SegmentHeader, identity: Identity) -> None:

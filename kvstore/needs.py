@@ -19,7 +19,7 @@ class Provides(IntFlag):
     """What a state record is good for. Numbers travel on the wire and are final."""
 
     NOTHING = 0
-    #: All layers that resume only where they stopped: conv, recurrent, ring, Nystroem.
+    #: All layers that resume only where they stopped: conv, recurrent, ring, Nystroem, rows with gaps or importance.
     EXACT = 1
     #: All layers whose runtime can cut the state back.
     TRIMMABLE = 2

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from warmkv.schema.identity import LayerKind, LayerSpec, PlaneRole
+from warmkv.schema.identity import LayerKind, LayerSpec
 from warmkv.schema.records import Attachment
 
 
@@ -150,7 +150,7 @@ class SinksAndLast:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Conv, recurrent, ring, Nystroem: the state stored at exactly p."""
+    """Conv, recurrent, ring, Nystroem, thinned rows, importance: the state stored at exactly p."""
 
     def last_valid(self, p: int, held: Held) -> int:
         at = bisect_right(held.states, p)
@@ -212,9 +212,9 @@ def row_need(layer: LayerSpec) -> RowNeed | None:
 
 
 def state_need(layer: LayerSpec, attachments: tuple[Attachment, ...] = ()) -> Need | None:
-    """What state a layer needs; None for layers that have none. Parked importance and logits
-    belong to a state, but nothing resumes from them."""
-    if all(plane.role in (PlaneRole.IMPORTANCE, PlaneRole.LOGITS) for plane in layer.state_planes):
+    """What state a layer needs; None for layers that have none. One that keeps the importance of its
+    rows goes on weighing them: it too resumes only where that was stored."""
+    if not layer.state_planes:
         return None
     if layer.kind == LayerKind.OPAQUE:
         return Trimmable()

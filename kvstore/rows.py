@@ -74,7 +74,7 @@ class LayerRows:
 class LayerState:
     """What one layer keeps at exactly ``position``: the end of the saved ids, or for encoder
     output the end of its attachment. Planes have shape (rows, *row_shape): one row for conv,
-    recurrent and blob planes. Borrowed as `LayerRows` are."""
+    recurrent and blob planes; of importance one for each row beside it. Borrowed as `LayerRows` are."""
 
     layer: int
     position: int
@@ -99,7 +99,7 @@ def require_served(identity: Identity) -> None:
         if layer.shared_with >= 0 and identity.layers[layer.shared_with].shared_with >= 0:
             raise UnsupportedError(f"layer {index} shares with layer {layer.shared_with}, which has no rows of its own either")
         if layer.row_planes and layer.kind != LayerKind.HYBRID and layer.state_planes:
-            raise UnsupportedError(f"layer {index}: {layer.state_planes[0].role.name} beside rows cannot be stored yet")
+            raise UnsupportedError(f"layer {index}: {layer.state_planes[0].role.name} beside rows is for HYBRID layers")
         for plane in layer.planes:
             if not has_row_bytes(plane.format):
                 raise UnsupportedError(f"layer {index}: plane format {plane.format.name} cannot be stored yet")
@@ -221,15 +221,16 @@ def _check_rows(index: int, layer: LayerSpec, found: tuple[LayerRows, ...], leng
 
 def _check_state(index: int, layer: LayerSpec, state: LayerState) -> None:
     specs = {spec.role: spec for spec in layer.state_planes}
-    optional = {PlaneRole.IMPORTANCE}
     roles = [plane.role for plane in state.planes]
-    if not set(specs) - optional <= set(roles) <= set(specs) or len(set(roles)) != len(roles):
+    if not set(specs) - layer.optional_planes <= set(roles) <= set(specs) or len(set(roles)) != len(roles):
         raise RecordError(f"layer {index} has state planes {[r.name for r in roles]}, expected {[r.name for r in specs]}")
     for plane in state.planes:
         name = f"layer {index}, plane {plane.role.name}"
         _check_plane(name, plane, specs[plane.role], any_size=layer.kind == LayerKind.OPAQUE)
         if plane.role in _ONE_ROW and layer.kind not in (LayerKind.RING, LayerKind.NYSTROM) and len(plane.rows) != 1:
             raise RecordError(f"{name} has {len(plane.rows)} rows, expected the one at position {state.position}")
+        if plane.role == PlaneRole.FIELD and layer.kind == LayerKind.SPARSE and len(plane.rows) > 1:
+            raise RecordError(f"{name} has {len(plane.rows)} rows, expected one, or none while the field is open")
 
 
 def _check_plane(name: str, plane: PlaneRows, spec: PlaneSpec, *, any_size: bool = False) -> None:

@@ -41,6 +41,7 @@ class LayerKind(IntEnum):
     ENCODER = 10
     SHARED = 11
     HYBRID = 12
+    SPARSE = 13
 
 
 class PlaneFormat(IntEnum):
@@ -93,10 +94,12 @@ STATE_ROLES = frozenset(
         PlaneRole.LOGITS,
     }
 )
-#: Kinds all of whose planes are state, whatever their role.
+#: Kinds all of whose planes are state, whatever their role. SPARSE layers keep rows of which some in the
+#: middle were given up: those of a prefix are no prefix of them.
 _STATE_KINDS = frozenset(
-    {LayerKind.RING, LayerKind.CONV, LayerKind.RECURRENT, LayerKind.NYSTROM, LayerKind.OPAQUE, LayerKind.ENCODER}
-)
+    {LayerKind.RING, LayerKind.CONV, LayerKind.RECURRENT, LayerKind.NYSTROM, LayerKind.OPAQUE, LayerKind.ENCODER,
+     LayerKind.SPARSE}
+)  # fmt: skip
 
 #: Bytes of one element, for formats whose elements stand alone.
 ELEMENT_BYTES = {
@@ -163,6 +166,13 @@ class LayerSpec:
         if self.kind in _STATE_KINDS:
             return self.planes
         return tuple(plane for plane in self.planes if plane.role in STATE_ROLES and self.shared_with < 0)
+
+    @property
+    def optional_planes(self) -> frozenset[PlaneRole]:
+        """Roles of state that may be absent: importance, where other state stands beside it. It alone
+        makes a state, and what SPARSE layers keep belongs together."""
+        alone = all(plane.role == PlaneRole.IMPORTANCE for plane in self.state_planes)
+        return frozenset() if alone or self.kind == LayerKind.SPARSE else frozenset({PlaneRole.IMPORTANCE})
 
     def canonical(self) -> canonical.Value:
         planes = tuple(plane.canonical() for plane in self.planes)

@@ -297,22 +297,23 @@ class Path:
         for node in reversed(self.walk.nodes):
             if node.start < end:
                 records = node.records
-                best = records[0] if len(records) == 1 else _best_rows(records, group, begin, taken)
+                best = records[0] if len(records) == 1 else _best_rows(records, group, begin, taken, span)
                 if span is None or span.record is not best:
                     span = taken[best] = Span(best, node.start, begin)
                 begin = span.start = node.start
 
     def _select_rows(self, group: int, start: int, end: int, taken: dict[Record, Span]) -> None:
         """Take rows [start, end) of a group from segments, the last rows first, each segment once."""
-        others = bool(taken)
+        others, span = bool(taken), None
         for node in reversed(self.walk.nodes):
             while node.start < end > start:
                 records = node.records
-                best = records[0] if len(records) == 1 else _best_rows(records, group, end, taken)
+                best = records[0] if len(records) == 1 else _best_rows(records, group, end, taken, span)
                 first = best.extents[group][0]
                 begin = first if first > start else start
                 old = taken.get(best) if others else None
-                taken[best] = Span(best, begin, end) if old is None else Span(best, min(old.start, begin), max(old.end, end))
+                span = Span(best, begin, end) if old is None else Span(best, min(old.start, begin), max(old.end, end))
+                taken[best] = span
                 end = begin
 
     def _select_states(self, usable: int) -> list[Record]:
@@ -340,10 +341,17 @@ class Path:
         return min(records, key=lambda record: (not record.warm, -record.provides.bit_count(), record.total_bytes))
 
 
-def _best_rows(records: Iterable[Record], group: int, end: int, taken: Container[Record]) -> Record:
-    """Of segments that lie side by side the one to take the row before ``end`` from."""
+def _best_rows(records: Iterable[Record], group: int, end: int, taken: Container[Record], behind: Span | None) -> Record:
+    """Of segments that lie side by side the one to take the row before ``end`` from; ``behind`` is that
+    of the rows from there on: rows of one field are of use together."""
     holding = [record for record in records if record.extents[group][0] < end <= record.extents[group][1]]
-    return min(holding, key=lambda record: (record not in taken, not record.warm, record.extents[group][0]))
+    fields = None if behind is None else behind.record.fields
+
+    def order(record: Record) -> tuple[bool, bool, bool, int]:
+        other = fields is not None and record.fields != fields
+        return record not in taken, other, not record.warm, record.extents[group][0]
+
+    return min(holding, key=order)
 
 
 def _chain(record: Record | None) -> list[Record]:

@@ -18,6 +18,7 @@ from warmkv.kvstore.testing.samples import (
     OTHER_IMAGE,
     RECURRENT,
     RING,
+    SPARSE,
     TOKENS,
     chunked,
     hybrid,
@@ -27,6 +28,7 @@ from warmkv.kvstore.testing.samples import (
     shared,
     sink_window,
     sliding,
+    weighed,
 )
 from warmkv.kvstore.verbs import Verbs
 from warmkv.schema.identity import LayerSpec, PlaneRole
@@ -35,7 +37,8 @@ from warmkv.schema.records import Anchor, AnchorKind, Attachment
 #: Models whose last state can be resumed at one position only.
 EXACT = {
     "ring": (RING,), "conv": (CONV,), "recurrent": (RECURRENT,), "nystroem": (NYSTROM,), "hybrid": (hybrid(),),
-    "windowed hybrid": (hybrid(4),), "conv and attention": (CONV, FULL, CONV), "windows and states": (sliding(3), RECURRENT),
+    "windowed hybrid": (hybrid(4),), "importance": (weighed(),), "window and importance": (FULL, weighed(3)),
+    "rows with gaps": (SPARSE,), "conv and attention": (CONV, FULL, CONV), "windows and states": (sliding(3), RECURRENT),
     "everything": (FULL, sliding(3), chunked(4), sink_window(2, 3), RING, RECURRENT, NYSTROM, OPAQUE, hybrid(), shared(0)),
 }  # fmt: skip
 WINDOWED = {

@@ -28,7 +28,7 @@ Planes = dict[PlaneRole, bytes]
 Kept = defaultdict[tuple[str, int], dict[bytes, Planes]]
 #: A kind of need of one layer: `ROW` or `STATE`.
 Part = tuple[int, str]
-_EXACT = (LayerKind.RING, LayerKind.CONV, LayerKind.RECURRENT, LayerKind.NYSTROM, LayerKind.HYBRID)
+_EXACT = (LayerKind.RING, LayerKind.CONV, LayerKind.RECURRENT, LayerKind.NYSTROM, LayerKind.HYBRID, LayerKind.SPARSE)
 
 
 @dataclass(frozen=True)

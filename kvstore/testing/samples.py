@@ -57,6 +57,7 @@ _PLANES: dict[LayerKind, tuple[tuple[PlaneRole, PlaneFormat, tuple[int, ...]], .
     LayerKind.ENCODER: ((PlaneRole.KEY, PlaneFormat.F32, (2, 2)), (PlaneRole.VALUE, PlaneFormat.F32, (2, 2))),
     LayerKind.SHARED: (),
     LayerKind.HYBRID: (_KEY, _VALUE, _CONV, _RECURRENT),
+    LayerKind.SPARSE: (_KEY, _VALUE, (PlaneRole.FIELD, PlaneFormat.F32, (7,)), (PlaneRole.IMPORTANCE, PlaneFormat.F32, (1,))),
 }
 
 
@@ -68,6 +69,7 @@ def layer_of(kind: LayerKind, *, window: int = 0, chunk: int = 0, sinks: int = 0
 
 FULL = layer_of(LayerKind.FULL)
 RING, CONV, RECURRENT = layer_of(LayerKind.RING), layer_of(LayerKind.CONV), layer_of(LayerKind.RECURRENT)
+SPARSE = layer_of(LayerKind.SPARSE)
 NYSTROM, OPAQUE, ENCODER = layer_of(LayerKind.NYSTROM), layer_of(LayerKind.OPAQUE), layer_of(LayerKind.ENCODER)
 
 
@@ -85,6 +87,12 @@ def sink_window(sinks: int, window: int) -> LayerSpec:
 
 def hybrid(window: int = 0) -> LayerSpec:
     return layer_of(LayerKind.HYBRID, window=window)
+
+
+def weighed(window: int = 0) -> LayerSpec:
+    """Rows, and beside them nothing but their importance."""
+    planes = (*FULL.planes, PlaneSpec(PlaneRole.IMPORTANCE, PlaneFormat.F32, (1,)))
+    return LayerSpec(LayerKind.HYBRID, planes, window)
 
 
 def shared(layer: int) -> LayerSpec:
@@ -246,7 +254,9 @@ def _state_plane(seeds: npt.NDArray[np.uint64], index: int, kind: LayerKind, spe
     if spec.role == PlaneRole.BLOB:
         data = _bits(seeds, index, spec, BLOB_TOKEN_BYTES, salt=1)
     else:
-        count = {LayerKind.RING: min(len(seeds), RING_ROWS), LayerKind.ENCODER: 2}.get(kind, 1)
+        kept = min(len(seeds), RING_ROWS)
+        count = {LayerKind.RING: kept, LayerKind.SPARSE: kept, LayerKind.ENCODER: 2}.get(kind, 1)
+        count = 1 if spec.role == PlaneRole.FIELD else count
         count = LANDMARKS if spec.role == PlaneRole.NYSTROM else count
         data = _bits(seeds[-1:], index, spec, count * row_bytes(spec.format, spec.row_shape, spec.role), salt=1)
         shape = (count, *spec.row_shape)

@@ -21,6 +21,7 @@ from warmkv.kvstore.testing.samples import (
     OPAQUE,
     RECURRENT,
     RING,
+    SPARSE,
     chunked,
     hybrid,
     mixed_identity,
@@ -28,6 +29,7 @@ from warmkv.kvstore.testing.samples import (
     shared,
     sink_window,
     sliding,
+    weighed,
 )
 from warmkv.schema.errors import FormatError
 from warmkv.schema.identity import Identity, LayerSpec, PlaneFormat, PlaneRole, PlaneSpec
@@ -330,6 +332,34 @@ def test_importance_may_be_left_out_and_does_not_make_a_state() -> None:
     assert state_provides(state(without_it), STATEFUL) == Provides.EXACT
     with pytest.raises(FormatError):
         state_provides(state([item for item in EXACT if item.role == PlaneRole.IMPORTANCE]), STATEFUL)
+
+
+def test_importance_that_is_all_there_is_must_be_there() -> None:
+    identity = mixed_identity(weighed(), CONV, weighed())
+    planes = [item for index, layer in enumerate(identity.layers) for item in state_planes_of(index, layer)]
+    assert state_provides(state(planes), identity) == Provides.EXACT | Provides.IMPORTANCE
+    for lost in (0, 2):
+        with pytest.raises(FormatError, match="EXACT"):
+            state_provides(state([item for item in planes if item.layer != lost]), identity)
+    with pytest.raises(FormatError, match="no such rows"):
+        rows = [item for index in (0, 2) for item in planes_of(index, FULL, ROWS)]
+        segment_coverage(segment([*rows, planes[0]]), identity)
+
+
+def test_rows_with_gaps_are_a_state_with_all_of_its_planes() -> None:
+    identity = mixed_identity(SPARSE)
+    planes = state_planes_of(0, SPARSE)
+    assert {item.role for item in planes} >= {KEY, VALUE, PlaneRole.FIELD, PlaneRole.IMPORTANCE}
+    open_field = [replace(item, rows=0) if item.role == PlaneRole.FIELD else item for item in planes]
+    for good in (planes, open_field, [replace(item, rows=5000) for item in planes if item.role != PlaneRole.FIELD] + planes[2:3]):
+        assert state_provides(state(good), identity) == Provides.EXACT | Provides.IMPORTANCE
+    for lost in planes:
+        with pytest.raises(FormatError):
+            state_provides(state([item for item in planes if item.role != lost.role]), identity)
+    with pytest.raises(FormatError, match="2 rows"):
+        state_provides(state([replace(item, rows=2) if item.role == PlaneRole.FIELD else item for item in planes]), identity)
+    with pytest.raises(FormatError, match="names a field"):
+        state_provides(state([replace(item, field=FIELD_A) for item in planes]), identity)
 
 
 def test_the_largest_vocabulary_is_the_largest() -> None:

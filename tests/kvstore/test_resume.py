@@ -32,10 +32,12 @@ from warmkv.kvstore.testing.samples import (
     OPAQUE,
     RECURRENT,
     RING,
+    SPARSE,
     hybrid,
     layer_of,
     shared,
     sliding,
+    weighed,
 )
 from warmkv.schema.identity import LayerKind, LayerSpec, PlaneFormat, PlaneRole, PlaneSpec
 from warmkv.schema.records import Attachment
@@ -234,6 +236,7 @@ def test_needs_of_every_layer_kind() -> None:
         LayerKind.ENCODER: (Const(image),),
         LayerKind.SHARED: (Nothing(),),
         LayerKind.HYBRID: (Last(7), Exact()),
+        LayerKind.SPARSE: (Exact(),),
     }
     for kind in LayerKind:
         planes = (key, state) if kind == LayerKind.HYBRID else (key,)
@@ -247,17 +250,24 @@ def test_needs_of_every_layer_kind() -> None:
 
 def test_rows_and_states_of_a_layer_are_needed_apart() -> None:
     image = (Attachment(1, 2, IMAGE),)
-    for layer in (RING, CONV, RECURRENT, NYSTROM, OPAQUE, ENCODER, shared(0)):
+    for layer in (RING, CONV, RECURRENT, NYSTROM, OPAQUE, ENCODER, SPARSE, shared(0)):
         assert resume.row_need(layer) is None
     for layer in (FULL, sliding(4), layer_of(LayerKind.CHUNKED, chunk=4), layer_of(LayerKind.SINK_WINDOW, window=4), shared(0)):
         assert resume.state_need(layer) is None
     assert (resume.state_need(ENCODER, image), resume.state_need(OPAQUE)) == (Const(image), Trimmable())
 
 
-def test_parked_importance_is_nothing_to_resume_from() -> None:
-    """A layer with rows that parks it beside them can resume without it."""
-    layer = LayerSpec(LayerKind.FULL, (*FULL.planes, PlaneSpec(PlaneRole.IMPORTANCE, PlaneFormat.F32, (4,))))
-    assert resume.needs_of(layer) == (All(),)
+def test_importance_beside_rows_is_needed_where_it_was_stored() -> None:
+    """Going on without it would weigh rows anew, as if nothing had looked at them."""
+    assert resume.needs_of(weighed()) == (All(), Exact())
+    assert resume.needs_of(weighed(4)) == (Last(3), Exact())
+    beside = LayerSpec(LayerKind.FULL, (*FULL.planes, PlaneSpec(PlaneRole.IMPORTANCE, PlaneFormat.F32, (4,))))
+    assert resume.needs_of(beside) == (All(), Exact())
+
+
+def test_rows_with_gaps_are_needed_as_one_state() -> None:
+    assert resume.row_need(SPARSE) is None
+    assert resume.needs_of(SPARSE) == (Exact(),)
 
 
 def test_intervals_merge_and_find_runs() -> None:

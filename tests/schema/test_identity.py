@@ -284,7 +284,8 @@ PARTS: dict[LayerKind, tuple[tuple[PlaneRole, ...], tuple[PlaneRole, ...], tuple
     **{
         kind: ((), (), ROLES)
         for kind in (
-            LayerKind.RING, LayerKind.CONV, LayerKind.RECURRENT, LayerKind.NYSTROM, LayerKind.OPAQUE, LayerKind.ENCODER
+            LayerKind.RING, LayerKind.CONV, LayerKind.RECURRENT, LayerKind.NYSTROM, LayerKind.OPAQUE, LayerKind.ENCODER,
+            LayerKind.SPARSE,
         )
     },
     LayerKind.SHARED: ((), (), ()),
@@ -304,7 +305,7 @@ def test_planes_are_rows_fields_or_states_by_kind_and_role(kind: LayerKind) -> N
 def test_numbers_of_enumerations_are_final() -> None:
     assert [(kind.name, kind.value) for kind in LayerKind] == [
         ("FULL", 1), ("SLIDING", 2), ("CHUNKED", 3), ("SINK_WINDOW", 4), ("RING", 5), ("CONV", 6), ("RECURRENT", 7),
-        ("NYSTROM", 8), ("OPAQUE", 9), ("ENCODER", 10), ("SHARED", 11), ("HYBRID", 12),
+        ("NYSTROM", 8), ("OPAQUE", 9), ("ENCODER", 10), ("SHARED", 11), ("HYBRID", 12), ("SPARSE", 13),
     ]  # fmt: skip
     assert [(format_.name, format_.value) for format_ in PlaneFormat] == [
         ("F32", 1), ("F16", 2), ("BF16", 3), ("RAW", 4), ("Q8_2F", 5), ("Q8_0", 6), ("Q5_1", 7), ("Q4_0", 8),
@@ -315,6 +316,35 @@ def test_numbers_of_enumerations_are_final() -> None:
         ("KEY", 1), ("VALUE", 2), ("LATENT", 3), ("INDEXER_KEY", 4), ("CONV", 5), ("RECURRENT", 6), ("RING", 7),
         ("NYSTROM", 8), ("BLOB", 9), ("IMPORTANCE", 10), ("LOGITS", 11), ("FIELD", 12),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "roles", "optional"),
+    [
+        (LayerKind.FULL, (PlaneRole.KEY,), set()),
+        (LayerKind.HYBRID, (PlaneRole.KEY, PlaneRole.IMPORTANCE), set()),
+        (LayerKind.HYBRID, (PlaneRole.KEY, PlaneRole.CONV, PlaneRole.IMPORTANCE), {PlaneRole.IMPORTANCE}),
+        (LayerKind.NYSTROM, (PlaneRole.NYSTROM, PlaneRole.IMPORTANCE), {PlaneRole.IMPORTANCE}),
+        (LayerKind.SPARSE, (PlaneRole.KEY, PlaneRole.CONV, PlaneRole.IMPORTANCE), set()),
+    ],
+)
+def test_importance_is_optional_only_where_other_state_stands_beside_it(
+    kind: LayerKind, roles: tuple[PlaneRole, ...], optional: set[PlaneRole]
+) -> None:
+    layer = LayerSpec(kind, tuple(PlaneSpec(role, PlaneFormat.F32, (1, 4)) for role in roles))
+    present = {plane.role for plane in layer.state_planes}
+    assert layer.optional_planes & present == optional
+
+
+def test_a_layer_of_an_unknown_kind_is_refused_by_name() -> None:
+    """As an older program meets the kinds of a newer one."""
+    data = with_layer(0, kind=LayerKind.SPARSE).canonical()
+    assert Identity.from_canonical(data).layers[0].kind == LayerKind.SPARSE
+    number = canonical.encode(int(LayerKind.SPARSE))
+    at = data.index(number + canonical.encode((K8.canonical(), V8.canonical())))
+    unknown = data[:at] + canonical.encode(int(max(LayerKind)) + 1) + data[at + len(number) :]
+    with pytest.raises(FormatError, match="14 is not a valid LayerKind"):
+        Identity.from_canonical(unknown)
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "4294967295"])

@@ -1,0 +1,178 @@
+"""Live caches of every kind, a stand-in for the model that fills them, and what they then hold as bytes.
+
+What a layer is fed at a position is a function of the seed, the layer and that position (and, where the
+layer is recurrent, of what came before): two caches that are fed alike hold alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from warmkv.kernels.formats import F32, RowFormat
+from warmkv.kernels.nystrom.reference import Rectifier
+from warmkv.kvstore.bridge import layer_specs, records_of
+from warmkv.kvstore.live.layers.attention import AttentionLayer
+from warmkv.kvstore.live.layers.bounded import BoundedLayer
+from warmkv.kvstore.live.layers.nystrom import NystromLayer
+from warmkv.kvstore.live.layers.recurrent import RecurrentLayer
+from warmkv.kvstore.live.model import Layer, ModelCache
+from warmkv.kvstore.live.plan import LayerPlan, ModelPlan, NystromPlan, RingPlan, modes
+from warmkv.kvstore.results import Saved
+from warmkv.kvstore.testing.samples import mixed_identity
+from warmkv.kvstore.verbs import Ack, Verbs
+from warmkv.schema.identity import Identity, LayerKind
+
+Ids = npt.NDArray[np.uint32]
+_FULL = LayerPlan(LayerKind.FULL, heads=4, kv_heads=2, key_size=40, value_size=7, importance=False)
+_WINDOW = replace(_FULL, kind=LayerKind.SLIDING, window=9)
+_RING = LayerPlan(
+    LayerKind.RING, heads=4, kv_heads=2, key_size=8, value_size=6,
+    ring=RingPlan(window=11, sinks=0, inv_freq=(1.0, 0.1), undo_rows=5),
+)  # fmt: skip
+_RECURRENT = LayerPlan(LayerKind.RECURRENT, state_size=33)
+_NYSTROM = LayerPlan(
+    LayerKind.NYSTROM, heads=4, kv_heads=2, key_size=8, value_size=6,
+    nystrom=NystromPlan(landmarks=6, window=5, sinks=2, boundary=48),
+)  # fmt: skip
+_FM = replace(_NYSTROM, nystrom=NystromPlan(landmarks=4, window=3, sinks=0, rectifier=Rectifier.FM, boundary=20))
+_SHARED = LayerPlan(LayerKind.SHARED, shared_with=0)
+
+
+def written(layer: LayerPlan, keys: RowFormat, values: RowFormat, **changes: object) -> LayerPlan:
+    """The layer with rows of these formats."""
+    return replace(layer, key_format=keys, value_format=values, **changes)  # type: ignore[arg-type]
+
+
+_MODES = {name: (keys, values) for name, keys, values in modes()}
+#: Plans by name: every kind of layer, rows in every mode, some of them mixed.
+PLANS: dict[str, ModelPlan] = {
+    **{name: ModelPlan((written(_FULL, *pair),) * 2) for name, pair in _MODES.items()},
+    **{f"window {name}": ModelPlan((written(_WINDOW, *pair), written(_FULL, *pair))) for name, pair in _MODES.items()},
+    "wide window q8": ModelPlan((written(_WINDOW, *_MODES["q8"], window=90),)),
+    "dead heads": ModelPlan(
+        (written(_FULL, *_MODES["q8"], heads=10, kv_heads=5, alive=(False, True, True, False, True)), replace(_FULL, window=0))
+    ),
+    "importance": ModelPlan((replace(_FULL, importance=True), written(_FULL, *_MODES["q8"], importance=True))),
+    "window and importance": ModelPlan((replace(_WINDOW, importance=True), written(_WINDOW, *_MODES["q8k"], importance=True))),
+    "ring": ModelPlan((_RING, _FULL)),
+    "recurrent": ModelPlan((_RECURRENT,)),
+    "nystroem": ModelPlan((_NYSTROM, replace(_FM, importance=False))),
+    "everything": ModelPlan(
+        (written(_FULL, *_MODES["q8"], importance=True), _WINDOW, _RING, _RECURRENT, _NYSTROM, _SHARED,
+         written(_WINDOW, *_MODES["q8v"]))
+    ),
+}  # fmt: skip
+
+
+def identity_of(plan: ModelPlan, *, gaps: bool = False, seed: int = 0) -> Identity:
+    """A model whose caches follow ``plan``."""
+    return mixed_identity(*layer_specs(plan, gaps=gaps), seed=seed)
+
+
+def prompt(length: int, seed: int = 0) -> Ids:
+    """Token ids; those of another seed differ from the first on."""
+    return np.random.default_rng(seed).integers(0, 50_000, length, np.uint32)
+
+
+def feed(cache: ModelCache, count: int, seed: int = 0) -> list[bytes]:
+    """Take ``count`` further tokens one by one, as a model would. The outputs of all layers, step by step."""
+    return [_feed_layer(layer, 1, seed, attend=True).tobytes() for _ in range(count) for layer in cache.own]
+
+
+def fill(cache: ModelCache, count: int, seed: int = 0) -> None:
+    """Take ``count`` further tokens at once. Rows are attended only where somebody remembers it."""
+    for layer in cache.own:
+        _feed_layer(layer, count, seed, attend=False)
+
+
+def save(
+    verbs: Verbs, identity: Identity, ids: Ids, cache: ModelCache, *, ack: Ack = "memory", held: int = 0
+) -> Saved:  # fmt: skip
+    """Save what the cache holds of ``ids``."""
+    saved = verbs.save(identity, ids, records_of(cache, len(ids), held=held), ack=ack, lineage=cache.lineage)
+    assert saved.stored, saved.reason
+    return saved
+
+
+def contents(cache: ModelCache, *, importance: bool = True) -> list[object]:
+    """Everything the layers hold that a next step may see, as plain values and bytes; of layers with a
+    window as many of the newest rows as it needs. ``importance`` may be left out: sums over rows that were
+    cut otherwise into blocks differ in their last bits."""
+    return [_contents(layer, importance) for layer in cache.own]
+
+
+def _feed_layer(layer: Layer, count: int, seed: int, *, attend: bool) -> F32:
+    plan, at = layer.plan, layer.position
+    if isinstance(layer, RecurrentLayer):
+        for position in range(at, at + count):
+            layer.update(np.float32(0.9) * layer.state + _numbers(seed, layer.index, position, plan.state_size))
+        return layer.state.copy()
+    shapes = ((plan.heads, plan.key_size), (plan.kv_heads, plan.key_size), (plan.kv_heads, plan.value_size))
+    q, k, v = (np.empty((count, *shape), np.float32) for shape in shapes)
+    for index in range(count):
+        numbers = _numbers(seed, layer.index, at + index, q[0].size + k[0].size + v[0].size)
+        for part in (q, k, v):
+            part[index], numbers = numbers[: part[0].size].reshape(part.shape[1:]), numbers[part[0].size :]
+    if isinstance(layer, BoundedLayer):
+        return layer.step_chunk(q, k, v)
+    if isinstance(layer, NystromLayer):
+        return np.concatenate([_feed_nystrom(layer, *(part[i : i + 1] for part in (q, k, v))) for i in range(count)])
+    assert isinstance(layer, AttentionLayer)
+    layer.append(k, v)
+    out = layer.attend_chunk(q) if attend or layer.importance is not None else q[:0]
+    layer.trim_window()
+    return out
+
+
+def _feed_nystrom(layer: NystromLayer, q: F32, k: F32, v: F32) -> F32:
+    if layer.sealed:
+        return layer.step_chunk(q, k, v)
+    layer.append(k, v)
+    out = layer.attend(q[0])[None]
+    if layer.crosses(0):
+        layer.seal()
+    return out
+
+
+def _numbers(seed: int, layer: int, position: int, size: int) -> F32:
+    numbers = np.random.default_rng((seed, layer, position)).standard_normal(size, np.float32)
+    numbers[::3] *= 4
+    return numbers
+
+
+def _contents(layer: Layer, importance: bool) -> object:
+    if isinstance(layer, AttentionLayer):
+        return _rows(layer, importance)
+    if isinstance(layer, BoundedLayer):
+        return layer.position, layer.keys.tobytes(), layer.values.tobytes()
+    if isinstance(layer, NystromLayer):
+        if layer.attention is not None:
+            return _rows(layer.attention, importance), layer.trace.tobytes(), layer.pending_boundary, layer.failure
+        flat = [
+            (group.exact, group.filled, group.head, group.window, group.scale, group.rectifier, far.rows, *(
+                array.tobytes() for array in (group.keys, group.values, group.sink_keys, group.sink_values, group.landmarks,
+                                              far.landmarks, far.solve, far.values, far.mass, far.top)
+            ))
+            for group in layer.groups
+            for far in group.far
+        ]  # fmt: skip
+        return layer.position, layer.sealed_rows, flat
+    return layer.position, layer.state.tobytes(), layer.scratch
+
+
+def _rows(layer: AttentionLayer, importance: bool) -> object:
+    kept = min(layer.rows, layer.plan.window - 1) if layer.plan.window else layer.rows
+    first = layer.rows - kept
+    planes = []
+    for plane in (layer.keys, layer.values):
+        for head in range(plane.heads):
+            blocks = plane.blocks(head)
+            codes = np.concatenate([block.codes for block in blocks])[first:]
+            scales = [block.scales for block in blocks if block.scales is not None]
+            planes.append((codes.tobytes(), np.concatenate(scales)[first:].tobytes() if scales else b""))
+        planes.append((b"" if plane.field is None else plane.field.tobytes(), b"frozen" if plane.frozen else b"open"))
+    mass = b"" if layer.importance is None or not importance else layer.importance[first:].tobytes()
+    return kept, layer.position, layer.gapless, layer.gapless and layer.position - kept, mass, planes
