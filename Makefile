@@ -14,7 +14,7 @@ FUZZ   := .venv/.installed-fuzz
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv models-venv model check test faults fuzz soak demo announce gemma bench schema wheel clean
+.PHONY: help venv models-venv model check test faults mutants fuzz soak demo announce gemma bench schema wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ test: models-venv model ## run all tests, real model included
 
 faults: venv ## kill, fill and damage stores at thousands of points (minutes)
 	$(BIN)/pytest tests/faults -m faults -ra --durations=10
+
+mutants: venv ## plant faults in a copy of kernels and live layers: tests must notice each (minutes)
+	$(BIN)/python tests/kernels/mutation.py
 
 fuzz: $(FUZZ) ## feed 1,000,000 hostile inputs to each reader (an hour; WARMKV_FUZZ_RUNS for fewer)
 	$(BIN)/python tests/fuzz/run_fuzz.py

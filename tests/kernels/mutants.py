@@ -99,12 +99,13 @@ MUTANTS = (
         OF_FAST,
     ),
     Mutant(
-        "compiled: importance of masked rows", FAST, "importance[first : first + count]", "importance[:count]", OF_FAST,
+        "compiled: importance of masked rows", FAST, "importance[first : max(first, last)]",
+        "importance[: max(first, last) - first]", OF_FAST,
     ),
     Mutant(
-        "sinks of the first heads for every group", LAYER, "first=first, upto=upto, softcap=softcap,\n"
-        "            sinks=None if sinks is None else sinks[mine]", "first=first, upto=upto, softcap=softcap,\n"
-        "            sinks=None if sinks is None else sinks[:group]", ("kernels/test_attention_fast.py", *OF_ATTENTION),
+        "a chunk with the sinks of the first heads for all", LAYER,
+        "softcap=softcap, sinks=None if sinks is None else sinks[mine]",
+        "softcap=softcap, sinks=None if sinks is None else sinks[:group]", (*OF_FAST, *OF_ATTENTION),
     ),
     Mutant(
         "halves rounded to even", QUANT, "np.abs(x - whole) >= np.float32(0.5)", "np.abs(x - whole) > np.float32(0.5)", OF_QUANT,
