@@ -22,6 +22,8 @@ from warmkv.kernels.nystrom.reference import Group, Rectifier
 from warmkv.kernels.quant import reference as quant
 from warmkv.kernels.ring import reference as ring
 from warmkv.kernels.ring.reference import Rotation
+from warmkv.kernels.turboquant import attend as turboquant
+from warmkv.kernels.turboquant.attend import Operations
 
 Backend = Literal["auto", "reference", "fast"]
 log = logging.getLogger(__name__)
@@ -71,7 +73,8 @@ class Kernels:
     """The operations of one backend; what each does stands in its reference.
 
     ``attend`` and ``attend_chunk`` work on the query heads of one KV head; see `attention.layer` for
-    all heads of a layer on several threads."""
+    all heads of a layer on several threads. ``encode`` is for formats that are not rotated, those are
+    encoded by ``turbo``; all others take blocks of any format."""
 
     name: str
     attend: Attend
@@ -82,6 +85,7 @@ class Kernels:
     ring_attend: RingAttend
     nystrom_prefill: NystromPrefill
     nystrom_step: Callable[[Group, F32, F32, F32], F32]
+    turbo: Operations = turboquant.REFERENCE
     attend_heads: AttendHeads | None = None  # several KV heads in one call, where that is faster
 
 
@@ -122,10 +126,12 @@ def _fast() -> Kernels:
         from warmkv.kernels.nystrom import fast as fast_nystrom
         from warmkv.kernels.quant import fast as fast_quant
         from warmkv.kernels.ring import fast as fast_ring
+
+        turbo = turboquant.fast()
     except (ImportError, RuntimeError) as exc:  # a numba that doesn't fit this numpy, or finds no place for its cache
         raise BackendMissing(f"backend 'fast' cannot be loaded: {exc}") from exc
     return Kernels(
-        "fast", fast_attention.attend, partial(chunk.attend_chunk, soften=soften), fast_quant.encode, fast_quant.decode,
-        fast_quant.refield, fast_ring.attend, fast_nystrom.prefill, fast_nystrom.step,
+        "fast", fast_attention.attend, partial(chunk.attend_chunk, soften=soften, decode=fast_quant.decode), fast_quant.encode,
+        fast_quant.decode, fast_quant.refield, fast_ring.attend, fast_nystrom.prefill, fast_nystrom.step, turbo,
         fast_attention.attend_heads,
     )  # fmt: skip

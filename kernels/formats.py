@@ -3,6 +3,7 @@
 A plane of one KV head is a `Block`: codes of shape (rows, size), for quantised formats scales of
 shape (rows, groups) and, once frozen, a per-channel field of shape (size,). Blocks are views: rows of
 a head may lie far apart (token-major segments), only the channels of a row must be adjacent.
+Codes of rotated formats are bytes, (rows, bytes of a row), which `turboquant.block` tells apart.
 
 **Source:** q8_2f is the two-field scheme of the CMF runtime: an int8 row, a scale per group of
 channels, and an RMS field over all rows that takes out what channels differ by.
@@ -17,9 +18,10 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from warmkv.kernels.arrays import F32 as F32
 from warmkv.kernels.errors import KernelError
+from warmkv.kernels.turboquant.turn import Turn
 
-F32 = npt.NDArray[np.float32]
 #: Keys are scaled in groups of so many channels: logits feel the error of a dot product.
 KEY_GROUP = 32
 #: Rows after which the field of q8_2f is frozen.
@@ -35,14 +37,28 @@ class RowFormat(Enum):
     F16 = "f16"
     BF16 = "bf16"
     Q8_2F = "q8_2f"
+    TQ_KEY = "tq_key"
+    TQ_VALUE = "tq_value"
+    TQ3 = "tq3"
 
     @property
     def quantised(self) -> bool:
+        """Whether rows are scaled numbers beside a field that is frozen once."""
         return self is RowFormat.Q8_2F
 
     @property
+    def rotated(self) -> bool:
+        """Whether rows are packed codes of rotated coordinates and their lengths, see `turboquant.planes`:
+        keys of 2 + 1 bits, values of 2 bits, keys of 3 bits. Each stores one side only."""
+        return self in _BITS
+
+    def stores(self, *, keys: bool) -> bool:
+        """Whether rows of that side can be stored so."""
+        return _ONE_SIDED.get(self, keys) == keys
+
+    @property
     def code_dtype(self) -> np.dtype[np.generic]:
-        """Of the codes; bf16 is kept as its bits."""
+        """Of the codes; bf16 is kept as its bits, rotated rows as bytes."""
         return _CODES[self]
 
     @property
@@ -57,8 +73,15 @@ class RowFormat(Enum):
             return 0
         return -(-size // KEY_GROUP) if keys else 1
 
+    def columns(self, size: int) -> int:
+        """Codes of a row of ``size`` channels."""
+        return self.row_bytes(size, keys=True) if self.rotated else size
+
     def row_bytes(self, size: int, *, keys: bool) -> int:
-        """Bytes of one row of one head."""
+        """Bytes of one row of one head. Rotated rows are whole bytes for sizes divisible by 8 only."""
+        if self.rotated:
+            bits, norms = _BITS[self]
+            return size * bits // 8 + 2 * norms
         return size * self.code_dtype.itemsize + 4 * self.groups(size, keys=keys)
 
 
@@ -67,27 +90,35 @@ _CODES: dict[RowFormat, np.dtype[np.generic]] = {
     RowFormat.F16: np.dtype("<f2"),
     RowFormat.BF16: np.dtype("<u2"),
     RowFormat.Q8_2F: np.dtype("i1"),
+    RowFormat.TQ_KEY: np.dtype("u1"),
+    RowFormat.TQ_VALUE: np.dtype("u1"),
+    RowFormat.TQ3: np.dtype("u1"),
 }
+#: Bits of a channel and float16 numbers of a row, of rotated formats.
+_BITS = {RowFormat.TQ_KEY: (3, 2), RowFormat.TQ_VALUE: (2, 1), RowFormat.TQ3: (3, 1)}
+_ONE_SIDED = {RowFormat.TQ_KEY: True, RowFormat.TQ3: True, RowFormat.TQ_VALUE: False}
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """Rows of one plane of one KV head, as stored. Arrays are borrowed views.
 
-    ``codes`` (rows, size) of the format's dtype; ``scales`` (rows, groups) float32 for quantised
-    formats, else None; ``field`` (size,) float32 once frozen, else None: every channel counts as 1."""
+    ``codes`` (rows, size) of the format's dtype, of rotated formats (rows, bytes); ``scales`` (rows, groups)
+    float32 for quantised formats, else None; ``field`` (size,) float32 once frozen, else None: every channel
+    counts as 1. ``turn`` is what rotated rows were rotated by, else None."""
 
     format: RowFormat
     codes: npt.NDArray[np.generic]
     scales: F32 | None = None
     field: F32 | None = None
+    turn: Turn | None = None
 
     def __len__(self) -> int:
         return int(self.codes.shape[0])
 
     @property
     def size(self) -> int:
-        return int(self.codes.shape[1])
+        return int(self.codes.shape[1]) if self.turn is None else self.turn.size
 
     @property
     def group(self) -> int:
@@ -104,12 +135,14 @@ class Block:
 
 def check_block(block: Block, size: int, where: str) -> None:
     """Raises KernelError unless shapes and dtypes are what the format demands."""
-    codes = block.codes
-    if codes.ndim != 2 or codes.shape[1] != size:
-        raise KernelError(f"{where}: codes have shape {codes.shape}, expected (rows, {size})")
+    codes, columns = block.codes, block.format.columns(size)
+    if codes.ndim != 2 or codes.shape[1] != columns:
+        raise KernelError(f"{where}: codes have shape {codes.shape}, expected (rows, {columns})")
+    if (block.turn is None) == block.format.rotated or (block.turn is not None and block.turn.size != size):
+        raise KernelError(f"{where}: rows of {block.format.value} with {size} channels, rotated as {block.turn}")
     if codes.dtype != block.format.code_dtype:
         raise KernelError(f"{where}: codes are {codes.dtype}, format {block.format.value} has {block.format.code_dtype}")
-    if size > 1 and len(block) and codes.strides[1] != codes.itemsize:
+    if columns > 1 and len(block) and codes.strides[1] != codes.itemsize:
         raise KernelError(f"{where}: the channels of a row are {codes.strides[1]} bytes apart, expected {codes.itemsize}")
     if (block.scales is None) == block.format.quantised:
         raise KernelError(f"{where}: format {block.format.value} {'needs' if block.format.quantised else 'has no'} scales")

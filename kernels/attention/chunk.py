@@ -8,13 +8,16 @@ rows dropped in front of a window change no bit.
 What a query does not see must not touch its result, and 0 x NaN is NaN: weights of unseen rows are
 written, not computed, and values with NaN or infinity are added only to the queries that see them.
 
+Rotated rows are turned back a tile at a time: what estimates a product is linear in the query, so that
+products with these rows are the estimates.
+
 **Source:** FlashAttention, arXiv 2205.14135, for the order of the loops; Milakov and Gimelshein, arXiv
 1805.02867, for the softmax.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,11 +26,12 @@ import numpy.typing as npt
 
 from warmkv.kernels.attention.reference import Attended, Blocks, seen, visible
 from warmkv.kernels.errors import KernelError
-from warmkv.kernels.formats import F32, RowFormat, total_rows
+from warmkv.kernels.formats import F32, Block, RowFormat, total_rows
 from warmkv.kernels.quant.reference import decode
 
 F64 = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
+Decode = Callable[[Block], F32]
 #: Rows of a tile, and stacked queries scored against it at a time: 1 MiB of scores, about an L2 cache.
 TILE_ROWS, QUERY_ROWS = 512, 512
 
@@ -95,7 +99,7 @@ class _Sight:
 
 def attend_chunk(
     q: F32, keys: Blocks, values: Blocks, *, scale: float, start: int, window: int = 0, softcap: float = 0.0,
-    sinks: F32 | None = None, importance: F32 | None = None, soften: Soften = soften,
+    sinks: F32 | None = None, importance: F32 | None = None, soften: Soften = soften, decode: Decode = decode,
 ) -> Attended:  # fmt: skip
     """What `reference.attend_chunk` computes, within rounding. ``importance`` costs a second pass over
     the scores: probabilities are known when the last row was seen.
@@ -112,10 +116,10 @@ def attend_chunk(
         top[:] = np.tile(sinks, count)
         total[:] = ~np.isneginf(top)
     out = np.zeros((count * heads, values[0].size if values else size), np.float32)
-    scores = _Scores(stack, keys, softcap, min(count * heads, max(QUERY_ROWS, heads)))
+    scores = _Scores(stack, keys, softcap, min(count * heads, max(QUERY_ROWS, heads)), decode)
     with np.errstate(invalid="ignore", over="ignore"):
         for begin, end in _tiles(sight.first(), start + count):
-            k, v = scores.tile(begin, end), _rows(values, begin, end)
+            k, v = scores.tile(begin, end), _rows(values, begin, end, decode)
             for part in sight.parts(begin, end):
                 weights = scores.of(part, k)
                 faded = soften(weights, part.low, part.high, top[part.first : part.last], total[part.first : part.last])
@@ -132,13 +136,13 @@ def attend_chunk(
 class _Scores:
     """Logits of stacked, scaled queries, one tile after the other in the same memory."""
 
-    def __init__(self, stack: F32, keys: Blocks, softcap: float, most: int) -> None:
+    def __init__(self, stack: F32, keys: Blocks, softcap: float, most: int, decode: Decode) -> None:
         """``most`` queries are scored at a time."""
-        self._stack, self._keys, self._softcap = stack, keys, np.float32(softcap)
+        self._stack, self._keys, self._softcap, self._decode = stack, keys, np.float32(softcap), decode
         self._room = np.empty(most * TILE_ROWS, np.float32)
 
     def tile(self, begin: int, end: int) -> F32:
-        return _rows(self._keys, begin, end)
+        return _rows(self._keys, begin, end, self._decode)
 
     def of(self, part: _Part, tile: F32) -> F32:
         """(queries, columns) of a part; valid until the next call."""
@@ -157,7 +161,7 @@ def _tiles(first: int, last: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + TILE_ROWS, last)
 
 
-def _rows(blocks: Blocks, begin: int, end: int) -> F32:
+def _rows(blocks: Blocks, begin: int, end: int, decode: Decode) -> F32:
     """Rows [begin, end) as float32: a view where they lie so in one block, else decoded together."""
     parts = [block.rows(low, high) for block, low, high in seen(blocks, begin, end)]
     if len(parts) == 1:

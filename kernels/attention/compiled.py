@@ -205,3 +205,27 @@ def weigh(block, begin, span, size, weights, head, group, at, total):
                 to, total.strides[0],
             )  # fmt: skip
             done += few
+
+
+@compiled
+def soften_heads(logits, count, softcap, sinks, mass, tops, totals):
+    """`softmax` of every head; ``mass`` is that of all of them."""
+    for head in range(logits.shape[0]):
+        tops[head], totals[head] = softmax(logits[head], count, softcap, sinks[head], mass)
+
+
+@compiled
+def score_block(q, size, blocks, scale, logits, at):
+    """`score` of all rows of the one block of ``blocks``, for all heads."""
+    queries = with_fields(blocks, q, size, q.shape[0])
+    score(blocks[0], 0, blocks[0, COUNT], queries, 0, q.shape[0], size, scale, logits, at)
+
+
+@compiled
+def weigh_block(blocks, size, weights, at, total):
+    """`weigh` of all rows of the one block of ``blocks``, for all heads, added to ``total`` (heads, channels up
+    to a multiple of 16) float64."""
+    own = np.zeros(total.shape, np.float64)
+    weigh(blocks[0], 0, blocks[0, COUNT], size, weights, 0, weights.shape[0], at, own)
+    for head in range(weights.shape[0]):
+        add_block(blocks[0, FIELD], own[head], total[head], size)

@@ -10,15 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from warmkv.kernels.attention import compiled
+from warmkv.kernels.attention import compiled, composed
+from warmkv.kernels.attention.addresses import table
 from warmkv.kernels.attention.layer import side_by_side
-from warmkv.kernels.attention.reference import Attended, Blocks, seen, visible
-from warmkv.kernels.compiled import lanes
-from warmkv.kernels.formats import F32, KEY_GROUP, Block, RowFormat
+from warmkv.kernels.attention.reference import Attended, Blocks, visible
+from warmkv.kernels.formats import F32, KEY_GROUP
 
-_FORMS = {
-    RowFormat.F32: lanes.F32, RowFormat.F16: lanes.F16, RowFormat.BF16: lanes.BF16, RowFormat.Q8_2F: lanes.I8,
-}  # fmt: skip
 _UNSEEN = np.empty((0, 0), np.float32)
 
 
@@ -50,7 +47,7 @@ def attend_heads(
         own = slice(head * group, (head + 1) * group)
         last = visible(q[own], keys[head], values[head], first, upto, None if sinks is None else sinks[own], None)
     masses = np.zeros((len(keys), max(0, last - first)), np.float32) if observe else _UNSEEN
-    if _alike(keys) and _alike(values):
+    if _alike(keys) and _alike(values) and not composed.rotated(keys) and not composed.rotated(values):
         done = _attend(q, keys, values, scale, first, last, softcap, sinks, masses)
         return done, masses if observe else None
     parts = []
@@ -71,7 +68,9 @@ def _attend(
     q: F32, keys: Sequence[Blocks], values: Sequence[Blocks], scale: float, first: int, last: int, softcap: float,
     sinks: F32 | None, masses: F32,
 ) -> Attended:  # fmt: skip
-    """Of arguments that fit; the blocks of all KV heads are alike."""
+    """Of arguments that fit; the blocks of all KV heads are alike. Of rotated rows there is one KV head."""
+    if composed.rotated(keys) or composed.rotated(values):
+        return composed.attend(q, keys[0], values[0], first, last, scale, softcap, sinks, masses.reshape(-1))
     heads, size = q.shape
     count = max(0, last - first)
     out = np.zeros((heads, values[0][0].size if values[0] else size), np.float32)
@@ -89,33 +88,3 @@ def _attend(
         out, done.top, done.total,
     )  # fmt: skip
     return done
-
-
-def table(blocks: Blocks, first: int, last: int, kept: list[npt.NDArray[np.generic]]) -> list[tuple[int, ...]]:
-    """Rows [first, last) of the blocks as compiled code takes them, a line a block. The addresses are
-    good as long as the blocks and ``kept`` are."""
-    return [_line(block, low, high, kept) for block, low, high in seen(blocks, first, last)]
-
-
-def _line(block: Block, low: int, high: int, kept: list[npt.NDArray[np.generic]]) -> tuple[int, ...]:
-    codes = block.codes
-    apart = codes.strides[0]
-    scales = scales_apart = step = field = 0
-    if block.scales is not None:
-        rows = _adjacent(block.scales, kept)
-        scales_apart, step = rows.strides[0], 4 if rows.shape[1] > 1 else 0
-        scales = rows.ctypes.data + low * scales_apart
-    if block.field is not None:
-        field = _adjacent(block.field, kept).ctypes.data
-    return (
-        codes.ctypes.data + low * apart, apart, high - low, _FORMS[block.format], scales, scales_apart, step, field,
-    )  # fmt: skip
-
-
-def _adjacent(array: F32, kept: list[npt.NDArray[np.generic]]) -> F32:
-    """The array, or a copy of it where it isn't float32 with neighbours side by side."""
-    if array.dtype == np.float32 and (array.shape[-1] < 2 or array.strides[-1] == array.itemsize):
-        return array
-    copied = np.ascontiguousarray(array, np.float32)
-    kept.append(copied)
-    return copied

@@ -26,6 +26,8 @@ import numpy.typing as npt
 from warmkv.kernels.errors import KernelError
 from warmkv.kernels.formats import F32, Block, check_block, total_rows
 from warmkv.kernels.quant.reference import decode
+from warmkv.kernels.turboquant import block as turned
+from warmkv.kernels.turboquant import reference as turbo
 
 Blocks = Sequence[Block]
 
@@ -157,7 +159,10 @@ def visible(
 
 
 def _scores(q: F32, block: Block) -> F32:
-    """<q, k> of every row, before scaling: each row's sum on its own."""
+    """<q, k> of every row, before scaling: each row's sum on its own. Of rotated rows an estimate."""
+    if block.turn is not None:
+        estimated = turbo.scores(q[None], turned.keys_of(block), block.turn.rotation, estimator=block.turn.estimator)
+        return estimated.reshape(len(block))
     if block.scales is None:
         plain: F32 = np.add.reduce(decode(block) * q, axis=1, dtype=np.float32)
         return plain
@@ -172,6 +177,9 @@ def _scores(q: F32, block: Block) -> F32:
 
 def _weigh(weights: F32, block: Block) -> F32:
     """sum of weight x row, row after row."""
+    if block.turn is not None:
+        rotated = turbo.weigh(weights[None], turned.values_of(block))
+        return turbo.unrotate(rotated, block.turn.rotation).reshape(block.size)
     if block.scales is None or block.scales.shape[1] != 1:
         return _sum_rows(weights, decode(block))
     total = _sum_rows(weights * block.scales[:, 0], block.codes.astype(np.float32))

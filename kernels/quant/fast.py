@@ -16,6 +16,8 @@ from numba import njit, types
 from warmkv.kernels.errors import KernelError, NotFinite
 from warmkv.kernels.formats import F32, KEY_GROUP, MIN_SCALE, Block, RowFormat
 from warmkv.kernels.quant import reference
+from warmkv.kernels.turboquant.block import planes_of
+from warmkv.kernels.turboquant.fast import reconstruct
 
 LARGEST, ONE, HALF, ZERO = np.float32(127), np.float32(1), np.float32(0.5), np.float32(0)
 #: Of float32 bits: all but the sign, and infinity; magnitudes compare as whole numbers do.
@@ -37,6 +39,8 @@ def encode(rows: F32, format_: RowFormat, *, keys: bool, field: F32 | None = Non
 
 def decode(block: Block) -> F32:
     """See `reference.decode`."""
+    if block.turn is not None:
+        return reconstruct(planes_of(block), block.turn.rotation, gain=block.turn.kappa)
     if block.scales is None:
         return reference.decode(block)
     out = np.empty((len(block), block.size), np.float32)

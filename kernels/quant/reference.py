@@ -16,13 +16,16 @@ import numpy.typing as npt
 
 from warmkv.kernels.errors import KernelError, NotFinite
 from warmkv.kernels.formats import F32, KEY_GROUP, MIN_FIELD, MIN_SCALE, Block, RowFormat
+from warmkv.kernels.turboquant import block as turned
 
 
 def encode(rows: F32, format_: RowFormat, *, keys: bool, field: F32 | None = None) -> Block:
     """Store float32 rows (rows, size). The block owns its arrays.
 
     Quantised formats raise NotFinite for a row with NaN or infinity; f16 and bf16 keep them, and
-    turn what is too large into infinity."""
+    turn what is too large into infinity. Rows of rotated formats have encoders of their own."""
+    if format_.rotated:
+        raise KernelError(f"rows of {format_.value} are encoded by `turboquant` kernels")
     if rows.ndim != 2 or rows.dtype != np.float32:
         raise KernelError(f"rows are {rows.dtype} of shape {rows.shape}, expected float32 (rows, size)")
     if not format_.quantised:
@@ -33,6 +36,8 @@ def encode(rows: F32, format_: RowFormat, *, keys: bool, field: F32 | None = Non
 
 def decode(block: Block) -> F32:
     """The float32 rows (rows, size) a block stands for, as a copy."""
+    if block.turn is not None:
+        return turned.decode(block)
     if block.format is RowFormat.BF16:
         wide: F32 = (block.codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return wide

@@ -21,12 +21,14 @@ from numpy.lib.stride_tricks import as_strided
 from warmkv.kernels.formats import F32
 from warmkv.kernels.turboquant.lanes import LANES, score_bits, score_plain_bits, weigh_bits
 from warmkv.kernels.turboquant.levels import levels
-from warmkv.kernels.turboquant.planes import KeyPlanes, PlainKeyPlanes, ValuePlanes
+from warmkv.kernels.turboquant.packing import unpack
+from warmkv.kernels.turboquant.planes import KeyPlanes, PlainKeyPlanes, Planes, ValuePlanes
 from warmkv.kernels.turboquant.reference import (
     TINY,
     Estimator,
     check_query,
     check_rows,
+    check_size,
     check_turned,
     check_weights,
     require_norms,
@@ -34,6 +36,8 @@ from warmkv.kernels.turboquant.reference import (
 from warmkv.kernels.turboquant.rotation import Rotation
 from warmkv.kernels.turboquant.tiles import encode_rows, turn_rows
 
+#: The eight signs of each byte.
+_EIGHTS: F32 = unpack(np.arange(256, dtype=np.uint8)[:, None], 1).astype(np.float32) * 2 - 1
 P = TypeVar("P", KeyPlanes, ValuePlanes, PlainKeyPlanes)
 
 
@@ -63,7 +67,7 @@ def scores(
     out = np.empty((q.shape[0], len(keys)), np.float32)
     codes, apart = _flat(keys.codes)
     norms, norms_apart = _flat(keys.norms[:, None].view(np.uint16))
-    upper = np.split(levels(keys.size, keys.bits["codes"]).centroids, 2)[1]
+    upper = _upper(keys.size, keys.bits["codes"])
     if isinstance(keys, KeyPlanes):
         again = _turn(turned, rotation.jl, plain, rotation)
         kappa = np.float32(estimator.kappa(keys.size))
@@ -87,7 +91,7 @@ def weigh(weights: F32, values: ValuePlanes) -> F32:
     norms, norms_apart = _flat(values.norms[:, None].view(np.uint16))
     sums = np.zeros((weights.shape[0], 2 * values.size), np.float64)
     weigh_bits(_frozen(np.ascontiguousarray(weights)), codes, apart, norms, norms_apart, sums)
-    upper = levels(values.size, 2).centroids[2:].astype(np.float64)
+    upper = _upper(values.size, 2).astype(np.float64)
     pairs = sums.reshape(weights.shape[0], values.size, 2)
     total = pairs[..., 0] * ((upper[1] - upper[0]) / 2) + pairs[..., 1] * ((upper[1] + upper[0]) / 2)
     narrow: F32 = total.astype(np.float32)
@@ -100,10 +104,41 @@ def unrotate(rows: F32, rotation: Rotation) -> F32:
     return _turn(rows, _plus(rotation.size), rotation.polar, rotation)
 
 
+def reconstruct(planes: Planes, rotation: Rotation, *, gain: float) -> F32:
+    """See `reference.reconstruct`, of planes (rows, ...) of one head: equal within rounding."""
+    check_size(planes, rotation)
+    planes.check(1, "planes of one head")
+    count, size, bits = len(planes), planes.size, planes.bits["codes"]
+    if bits == 2:
+        unit = np.take(_fours(size), planes.codes, axis=0).reshape(count, size)
+    else:
+        unit = levels(size, bits).centroids[unpack(planes.codes, bits)]
+    plain = _plus(size)
+    if isinstance(planes, KeyPlanes):
+        back = _turn(np.take(_EIGHTS, planes.signs, axis=0).reshape(count, size), plain, rotation.jl, rotation)
+        back *= (planes.residuals.astype(np.float32) * np.float32(gain))[:, None]
+        unit += back
+    out = _turn(unit, plain, rotation.polar, rotation)
+    out *= planes.norms.astype(np.float32)[:, None]
+    return out
+
+
 def _turn(rows: F32, before: F32, after: F32, rotation: Rotation) -> F32:
     out = np.empty(rows.shape, np.float32)
     turn_rows(_frozen(np.ascontiguousarray(rows)), before, after, rotation.mix, rotation.scale, out)
     return out
+
+
+@lru_cache(maxsize=64)
+def _upper(size: int, bits: int) -> F32:
+    """The positive levels."""
+    return levels(size, bits).centroids[1 << (bits - 1) :]
+
+
+@lru_cache(maxsize=64)
+def _fours(size: int) -> F32:
+    """The four levels of each byte of two-bit codes."""
+    return _frozen(levels(size, 2).centroids[unpack(np.arange(256, dtype=np.uint8)[:, None], 2)])
 
 
 @lru_cache(maxsize=64)

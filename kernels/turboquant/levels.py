@@ -18,8 +18,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from warmkv.kernels.arrays import F32
 from warmkv.kernels.errors import KernelError
-from warmkv.kernels.formats import F32
 
 F64 = npt.NDArray[np.float64]
 #: The density is unbounded for 2 dimensions and flat for 3.

@@ -40,6 +40,7 @@ class NormRefused(NotFinite):
         )
         self.head = head
         self.position = position
+        self.norm = norm
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from warmkv.kernels.arrays import F32
 from warmkv.kernels.errors import KernelError
-from warmkv.kernels.formats import F32
 from warmkv.kernels.turboquant.levels import Levels, levels
 from warmkv.kernels.turboquant.packing import pack, unpack
 from warmkv.kernels.turboquant.planes import F16, KeyPlanes, NormRefused, PlainKeyPlanes, Planes, ValuePlanes
@@ -67,7 +67,7 @@ def encode_keys(rows: F32, rotation: Rotation, *, position: int = 0) -> KeyPlane
     rotated, norms = _unit(rows, rotation, "keys", position)
     codes = table.codes(rotated)
     left = rotated - table.centroids[codes]
-    rho = _length(left)
+    rho = length(left)
     signed = (norms != 0) & (rho > TINY)
     divisor: F32 = np.where(signed, rho, np.float32(1))
     flat = rotation.forward_jl(left / divisor[..., None])
@@ -130,17 +130,20 @@ def weigh(weights: F32, values: ValuePlanes) -> F32:
     return total.astype(np.float32)
 
 
-def reconstruct(planes: Planes, rotation: Rotation, *, estimator: Estimator = Estimator.MINIMUM_MSE) -> F32:
+def reconstruct(
+    planes: Planes, rotation: Rotation, *, estimator: Estimator = Estimator.MINIMUM_MSE, gain: float | None = None
+) -> F32:
     """The rows (..., size) float32 that planes stand for, as a copy. ``estimator`` matters to keys with
-    signs only; the default comes closest to what was stored. Raises KernelError."""
-    _same_size(planes, rotation)
+    signs only; the default comes closest to what was stored. ``gain`` is used instead of the estimator's:
+    with its kappa, products with these rows are its scores. Raises KernelError."""
+    check_size(planes, rotation)
     planes.check(planes.norms.ndim, "planes")
     bits = planes.bits["codes"]
     unit = levels(planes.size, bits).centroids[unpack(planes.codes, bits)]
     if isinstance(planes, KeyPlanes):
         flat = unpack(planes.signs, 1).astype(np.float32) * np.float32(2) - np.float32(1)
-        gain = planes.residuals.astype(np.float32) * np.float32(estimator.gain(planes.size))
-        unit = unit + gain[..., None] * rotation.inverse_jl(flat)
+        weight = np.float32(estimator.gain(planes.size) if gain is None else gain)
+        unit = unit + (planes.residuals.astype(np.float32) * weight)[..., None] * rotation.inverse_jl(flat)
     return planes.norms.astype(np.float32)[..., None] * rotation.inverse(unit)
 
 
@@ -158,7 +161,7 @@ def check_turned(rows: F32, rotation: Rotation) -> None:
 
 def check_query(q: F32, keys: Planes, rotation: Rotation) -> None:
     """Raises KernelError unless queries and the keys of one head fit together."""
-    _same_size(keys, rotation)
+    check_size(keys, rotation)
     keys.check(1, "keys of one head")
     if q.ndim != 2 or q.dtype != np.float32 or q.shape[1] != keys.size:
         raise KernelError(f"queries are {q.dtype} of shape {q.shape}, expected float32 (queries, {keys.size})")
@@ -196,14 +199,14 @@ def _codes(rows: F32, rotation: Rotation, table: Levels, what: str, position: in
 def _unit(rows: F32, rotation: Rotation, what: str, position: int) -> tuple[F32, F32]:
     """Rotated rows of length 1, and lengths, 0 for those too short to have a direction."""
     check_rows(rows, rotation)
-    norms = _length(rows)
+    norms = length(rows)
     require_norms(norms, what, position)
     norms[norms < TINY] = 0
     inverse = np.where(norms == 0, np.float32(0), np.float32(1) / np.where(norms == 0, np.float32(1), norms))
     return rotation.forward(rows * inverse[..., None]), norms
 
 
-def _length(rows: F32) -> F32:
+def length(rows: F32) -> F32:
     """Euclidean length along the last axis, squares added one after the other."""
     with np.errstate(over="ignore", invalid="ignore"):
         length: F32 = np.sqrt(np.cumsum(rows * rows, axis=-1, dtype=np.float32)[..., -1])
@@ -214,6 +217,7 @@ def _half(norms: F32) -> F16:
     return norms.astype("<f2")
 
 
-def _same_size(planes: Planes, rotation: Rotation) -> None:
+def check_size(planes: Planes, rotation: Rotation) -> None:
+    """Raises KernelError unless planes may have been rotated so."""
     if planes.size != rotation.size:
         raise KernelError(f"planes of {planes.size} channels with a rotation of {rotation.size}")

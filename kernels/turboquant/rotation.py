@@ -26,8 +26,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from warmkv.kernels.arrays import F32
 from warmkv.kernels.errors import KernelError
-from warmkv.kernels.formats import F32
 
 _WORD = (1 << 64) - 1
 #: Signs are packed eight to a byte.
@@ -109,6 +109,11 @@ class Rotation:
     @property
     def scale(self) -> np.float32:
         return np.float32(1.0 / np.sqrt(np.float64(self.size)))
+
+    @property
+    def nbytes(self) -> int:
+        """Of its arrays, which all rotations that are equal share."""
+        return self.polar.nbytes + self.jl.nbytes + self.mix.nbytes
 
     def forward(self, rows: F32) -> F32:
         """``rows`` (..., size) float32 under the polar rotation, as a copy."""
