@@ -1,9 +1,9 @@
 """What was done to the rows of a cache that the tokens do not tell.
 
 A lineage is a digest over operations, each with what decides its outcome; rows of different lineages
-are never mixed (`schema.records`). Evictions, Nystroem seals and changes of a row's precision are such
-operations. Trimming a sliding window is none (nobody can read those rows), and neither is the freeze
-of a format's field (it is a function of the rows).
+are never mixed (`schema.records`). Evictions, context shifts, Nystroem seals, changes of a row's precision
+and going back behind any of these are such operations. Trimming a sliding window is none (nobody can read
+those rows), and neither is the freeze of a format's field (it is a function of the rows).
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Iterable
 import numpy as np
 
 from warmkv.kernels.formats import RowFormat
+from warmkv.kernels.rope.reference import Rope
 from warmkv.kvstore.live.evict import Kept, Mass, Policy
 from warmkv.kvstore.live.plan import NystromPlan
 from warmkv.schema.ids import lineage_after as after
 from warmkv.schema.records import CLEAN, Lineage
 
-__all__ = ["CLEAN", "after", "evicted", "requantised", "sealed", "wired"]
+__all__ = ["CLEAN", "after", "evicted", "requantised", "sealed", "shifted", "went_back", "wired"]
 
 
 def evicted(lineage: Lineage, policy: Policy, position: int, kept: Iterable[tuple[int, Kept]]) -> Lineage:
@@ -34,9 +35,36 @@ def sealed(lineage: Lineage, layer: int, plan: NystromPlan, rows: int) -> Lineag
     return after(lineage, "sealed", layer, plan.landmarks, plan.window, plan.sinks, plan.rectifier.value, rows)
 
 
-def requantised(lineage: Lineage, layer: int, keys: tuple[RowFormat, RowFormat], values: tuple[RowFormat, RowFormat]) -> Lineage:
-    """After rows of a layer were written in other formats: each pair is (before, after)."""
-    return after(lineage, "requantised", layer, *(format_.value for pair in (keys, values) for format_ in pair))
+def shifted(
+    lineage: Lineage, position: int, keep: int, count: int, gone: bytes, ropes: Iterable[tuple[int, Rope | None]]
+) -> Lineage:
+    """After tokens [keep, keep + count) of ``position`` were taken out and the keys of each layer named
+    turned by its rope. ``gone`` stands for the tokens that went: what is left was computed in their presence,
+    and nothing else tells which they were."""
+    turned = tuple(
+        (layer, ()) if rope is None else (layer, (rope.size, rope.base, rope.pairs.value, rope.turned, rope.divisors))
+        for layer, rope in ropes
+    )
+    return after(lineage, "shifted", position, keep, count, gone, turned)
+
+
+def went_back(lineage: Lineage, position: int) -> Lineage:
+    """After tokens from ``position`` on were taken back behind a change of their rows: rows computed for the
+    same tokens now are not those that were there."""
+    return after(lineage, "went back", position)
+
+
+def requantised(
+    lineage: Lineage,
+    layer: int,
+    keys: tuple[RowFormat, RowFormat],
+    values: tuple[RowFormat, RowFormat],
+    seeds: Iterable[int] = (),
+) -> Lineage:
+    """After rows of a layer were written in other formats: each pair is (before, after). ``seeds`` are those
+    of keys before, after, and of values before, after, -1 where nothing is rotated; none where nothing is at all."""
+    formats = (format_.value for pair in (keys, values) for format_ in pair)
+    return after(lineage, "requantised", layer, *formats, *(f"{seed:d}" for seed in seeds))
 
 
 def wired(lineage: Lineage, layer: int, position: int, base: int, half: bool) -> Lineage:

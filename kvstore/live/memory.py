@@ -12,6 +12,7 @@ class LayerMemory:
 
     ``attention``: codes, scales and fields of keys and values, capacity beyond the stored rows included.
     ``importance``: attention mass, capacity included. ``recurrent``: the state vector and its scratch.
+    ``conv``: the last inputs of convolutions and their earlier states.
     ``bounded``: rings and their undo rows. ``constant``: what attention in constant memory keeps beside
     rows: the query trace while it collects, its groups once sealed.
 
@@ -22,6 +23,7 @@ class LayerMemory:
     attention: int = 0
     importance: int = 0
     recurrent: int = 0
+    conv: int = 0
     bounded: int = 0
     constant: int = 0
     stored: int = 0
@@ -31,7 +33,7 @@ class LayerMemory:
     @property
     def total(self) -> int:
         """What the cache has allocated for the conversation."""
-        return self.attention + self.importance + self.recurrent + self.bounded + self.constant
+        return self.attention + self.importance + self.recurrent + self.conv + self.bounded + self.constant
 
     def __add__(self, other: LayerMemory) -> LayerMemory:
         return LayerMemory(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))

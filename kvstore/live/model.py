@@ -17,6 +17,7 @@ from warmkv.kvstore.live import lineage as lineages
 from warmkv.kvstore.live.evict import Mass, Policy
 from warmkv.kvstore.live.layers.attention import AttentionLayer
 from warmkv.kvstore.live.layers.bounded import BoundedLayer
+from warmkv.kvstore.live.layers.conv import ConvLayer
 from warmkv.kvstore.live.layers.nystrom import NystromLayer
 from warmkv.kvstore.live.layers.recurrent import RecurrentLayer
 from warmkv.kvstore.live.memory import LayerMemory, added
@@ -28,7 +29,7 @@ from warmkv.schema.identity import LayerKind
 from warmkv.schema.records import CLEAN, ID_BYTES, Lineage
 
 DEFAULT_POLICY = Mass()
-Layer = Union[AttentionLayer, BoundedLayer, RecurrentLayer, NystromLayer]
+Layer = Union[AttentionLayer, BoundedLayer, ConvLayer, RecurrentLayer, NystromLayer]
 
 
 class ModelCache:
@@ -36,7 +37,8 @@ class ModelCache:
 
     ``layers`` has an entry for each layer of the plan; a SHARED layer's is the very object it shares
     with. ``policy`` says what `evict` keeps. ``threads`` is how many the attention kernels may use;
-    results do not depend on it.
+    results do not depend on it. ``shift_offset`` counts the positions that context shifts took out (see
+    `shift`); whoever puts state from elsewhere into the layers sets it beside the lineage.
 
     **Threading:** one caller at a time; caches of one process know nothing of each other."""
 
@@ -57,6 +59,9 @@ class ModelCache:
             own[layer.shared_with if layer.kind is LayerKind.SHARED else index] for index, layer in enumerate(plan.layers)
         )
         self._lineage = CLEAN
+        self.shift_offset = 0
+        # Rows before this position were changed since they were computed: computing them again gives others.
+        self._changed_before = 0
         self._seals_told: set[int] = set()
 
     @property
@@ -85,11 +90,12 @@ class ModelCache:
 
     @lineage.setter
     def lineage(self, found: Lineage) -> None:
-        """Set by whoever just put state from elsewhere into the layers, seals among it included. Raises
-        RecordError for anything that is no lineage."""
+        """Set by whoever just changed rows, or put state from elsewhere into the layers, seals among it
+        included. Raises RecordError for anything that is no lineage."""
         if len(found) != ID_BYTES:
             raise RecordError(f"a lineage of {len(found)} bytes, expected {ID_BYTES}")
         self._lineage = found
+        self._changed_before = 0 if found == CLEAN else self.position
         self._seals_told = {layer.index for layer in self.own if isinstance(layer, NystromLayer) and layer.sealed}
 
     def evict(self, keep: int) -> int:
@@ -113,22 +119,25 @@ class ModelCache:
         gone = sum(layer.rows - len(kept) for layer, kept in plans)
         for change in changes:
             change()
-        self._lineage = after
+        self._lineage, self._changed_before = after, self.position
         return gone
 
     def truncate_last(self, count: int) -> None:
-        """Forget the newest ``count`` positions of every layer. Raises RecordError or CannotRewind where
-        one layer cannot, and then none has."""
+        """Forget the newest ``count`` positions of every layer. The lineage changes where that goes back behind
+        an eviction, a shift or what was restored of such rows: who computes the same tokens again gets other
+        rows. Raises RecordError or CannotRewind where one layer cannot, and then none has."""
         for layer in self.own:
             layer.check_truncate(count)
         for layer in self.own:
             layer.truncate_last(count)
+        self._went_back()
 
     def clear(self) -> None:
         """Forget the conversation in all layers; weights and sizes stay, the lineage is clean."""
         for layer in self.own:
             layer.clear()
         self._lineage = CLEAN
+        self.shift_offset = self._changed_before = 0
         self._seals_told.clear()
 
     def memory(self) -> LayerMemory:
@@ -156,6 +165,13 @@ class ModelCache:
         for _, change in prepared:
             change()
         self.lineage = told
+        self.shift_offset = 0
+
+    def _went_back(self) -> None:
+        """After positions were taken back in every layer."""
+        position = self.position
+        if position < self._changed_before:
+            self._lineage, self._changed_before = lineages.went_back(self.lineage, position), position
 
     @property
     def _evictable(self) -> list[AttentionLayer]:
@@ -166,6 +182,8 @@ def make_layer(plan: LayerPlan, index: int, kernels: Kernels, threads: int, allo
     """The layer a plan describes. Raises RecordError for SHARED, which has no state of its own."""
     if plan.kind is LayerKind.RECURRENT:
         return RecurrentLayer(plan, index=index, allocate=allocate)
+    if plan.kind is LayerKind.CONV:
+        return ConvLayer(plan, index=index, allocate=allocate)
     if plan.kind is LayerKind.RING:
         return BoundedLayer(plan, index=index, kernels=kernels, allocate=allocate)
     if plan.kind is LayerKind.NYSTROM:

@@ -12,16 +12,26 @@ from math import isfinite
 
 from warmkv.kernels.formats import RowFormat
 from warmkv.kernels.nystrom.reference import EXACT_SLACK, MIN_LANDMARKS, Rectifier
+from warmkv.kernels.turboquant.reference import Estimator
+from warmkv.kernels.turboquant.rotation import refusal
 from warmkv.schema.errors import RecordError
 from warmkv.schema.identity import LayerKind
 
 #: Largest number of anything a plan may name: products of three stay below 2^63.
 MAX_SIZE = 1 << 20
+#: Seeds of rotations have 64 bits.
+MAX_SEED = (1 << 64) - 1
 #: Rows a ring gives back after a rejected draft.
 UNDO_ROWS = 64
+#: Steps a convolution can be taken back.
+CONV_HISTORY = 64
+#: Longest convolution: a buffer is written when it is made, so that its size has to be one a machine has.
+MAX_TAPS = 1 << 10
 
 #: Kinds a plan may name; others come with later formats and devices.
-PLANNED = frozenset({LayerKind.FULL, LayerKind.SLIDING, LayerKind.RING, LayerKind.RECURRENT, LayerKind.NYSTROM, LayerKind.SHARED})
+PLANNED = frozenset(
+    {LayerKind.FULL, LayerKind.SLIDING, LayerKind.RING, LayerKind.CONV, LayerKind.RECURRENT, LayerKind.NYSTROM, LayerKind.SHARED}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +72,33 @@ class NystromPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class TurboQuantPlan:
+    """What rotated rows were turned by, and how the signs of keys count.
+
+    ``seed`` (64 bits) is the model's; a layer's own is it XOR the layer's number. Stored bytes depend on
+    the seed, and not on the ``estimator``: that is a choice of whoever reads them."""
+
+    seed: int = 42
+    estimator: Estimator = Estimator.UNBIASED
+
+
+@dataclass(frozen=True, slots=True)
+class ConvPlan:
+    """The last ``taps`` inputs of a causal convolution (its kernel without the tap of the token itself), each
+    of ``channels`` numbers, and as many earlier states as there are ``history`` steps (0: it cannot go back)."""
+
+    channels: int
+    taps: int = 2
+    history: int = CONV_HISTORY
+
+
+@dataclass(frozen=True, slots=True)
 class LayerPlan:
     """One layer. ``heads`` query heads share ``kv_heads`` KV heads in equal groups; ``alive`` tells
     which KV heads store anything (empty: all). ``window`` W means a query sees itself and the W - 1 rows
     before it (0: all). ``scale`` 0 means key_size ** -0.5; ``softcap`` 0 means none. ``state_size``
-    counts the float32 numbers of a recurrent layer. ``wire_identity`` and ``untagged_wire`` are what the
-    layer wire says about the operator (see `wire`)."""
+    counts the float32 numbers of a recurrent layer. ``turboquant`` is there just where a format is rotated.
+    ``wire_identity`` and ``untagged_wire`` are what the layer wire says about the operator (see `wire`)."""
 
     kind: LayerKind
     heads: int = 0
@@ -84,6 +115,8 @@ class LayerPlan:
     ring: RingPlan | None = None
     nystrom: NystromPlan | None = None
     state_size: int = 0
+    conv: ConvPlan | None = None
+    turboquant: TurboQuantPlan | None = None
     shared_with: int = -1
     wire_identity: int = 0
     untagged_wire: bool = True
@@ -104,7 +137,13 @@ class LayerPlan:
 
     @property
     def quantised(self) -> bool:
+        """Whether there is a side whose rows have a field."""
         return self.key_format.quantised or self.value_format.quantised
+
+    @property
+    def rotated(self) -> bool:
+        """Whether there is a side of TurboQuant rows."""
+        return self.key_format.rotated or self.value_format.rotated
 
     def validate(self, index: int) -> None:
         """Raises RecordError that names layer ``index``, what was found and what was expected."""
@@ -113,8 +152,17 @@ class LayerPlan:
             raise RecordError(f"{where}: expected one of {', '.join(sorted(kind.name for kind in PLANNED))}")
         if self.kind is LayerKind.SHARED:
             return
+        if (self.kind is LayerKind.CONV) != (self.conv is not None):
+            raise RecordError(f"{where}: conv plan {self.conv}")
         if self.kind is LayerKind.RECURRENT:
             _size(where, "state_size", self.state_size)
+            return
+        if self.conv is not None:
+            _size(where, "conv channels", self.conv.channels)
+            if not 1 <= self.conv.taps <= MAX_TAPS:
+                raise RecordError(f"{where}: conv taps is {self.conv.taps}, expected 1 to {MAX_TAPS}")
+            if not 0 <= self.conv.history <= MAX_SIZE:
+                raise RecordError(f"{where}: a history of {self.conv.history} steps, expected 0 to {MAX_SIZE}")
             return
         for name in ("heads", "kv_heads", "key_size", "value_size"):
             _size(where, name, getattr(self, name))
@@ -131,6 +179,22 @@ class LayerPlan:
         if (self.kind is LayerKind.NYSTROM) != (self.nystrom is not None):
             raise RecordError(f"{where}: Nystroem plan {self.nystrom}")
         self._validate_bounded(where)
+        self._validate_formats(where)
+
+    def _validate_formats(self, where: str) -> None:
+        for side, format_, size in (("keys", self.key_format, self.key_size), ("values", self.value_format, self.value_size)):
+            if not format_.stores(keys=side == "keys"):
+                raise RecordError(f"{where}: {side} as {format_.value}, which stores the other side only")
+            reason = refusal(size) if format_.rotated else None
+            if reason is not None:
+                raise RecordError(f"{where}: {side} as {format_.value}: {reason}")
+        if self.rotated != (self.turboquant is not None):
+            raise RecordError(
+                f"{where}: {self.turboquant} for rows of {self.key_format.value} and {self.value_format.value}, "
+                f"expected {'a TurboQuant plan' if self.rotated else 'none'}"
+            )
+        if self.turboquant is not None and not 0 <= self.turboquant.seed <= MAX_SEED:
+            raise RecordError(f"{where}: seed {self.turboquant.seed}, expected a whole number of 64 bits")
 
     def _validate_bounded(self, where: str) -> None:
         if self.ring is not None:
@@ -188,10 +252,16 @@ def _size(where: str, name: str, value: int) -> None:
         raise RecordError(f"{where}: {name} is {value}, expected 1 to {MAX_SIZE}")
 
 
-def modes() -> Sequence[tuple[str, RowFormat, RowFormat]]:
-    """The storage modes by their names: what keys and what values are written as."""
-    f32, q8 = RowFormat.F32, RowFormat.Q8_2F
-    return (
-        ("f32", f32, f32), ("f16", RowFormat.F16, RowFormat.F16), ("bf16", RowFormat.BF16, RowFormat.BF16),
+def modes(*, rotated: bool = False) -> Sequence[tuple[str, RowFormat, RowFormat]]:
+    """The storage modes by their names: what keys and what values are written as. Those of ``rotated`` rows
+    are added where asked for: they need a `TurboQuantPlan` and heads of a multiple of 8 channels."""
+    f32, f16, q8, bits = RowFormat.F32, RowFormat.F16, RowFormat.Q8_2F, RowFormat.TQ_VALUE
+    plain = (
+        ("f32", f32, f32), ("f16", f16, f16), ("bf16", RowFormat.BF16, RowFormat.BF16),
         ("q8", q8, q8), ("q8k", q8, f32), ("q8v", f32, q8),
     )  # fmt: skip
+    turned = (
+        ("turboquant", RowFormat.TQ_KEY, bits), ("tqk", RowFormat.TQ_KEY, f32), ("tqv", f32, bits),
+        ("tq3", RowFormat.TQ3, bits), ("tq3k", RowFormat.TQ3, f16),
+    )  # fmt: skip
+    return (*plain, *turned) if rotated else plain

@@ -19,6 +19,7 @@ from warmkv.schema.errors import OutOfMemory, RecordError
 from warmkv.schema.identity import LayerKind
 
 _FLOAT = 4
+_POSITION = 8
 
 
 def row_bytes(plan: LayerPlan) -> int:
@@ -70,9 +71,12 @@ def rows_at(plan: LayerPlan, tokens: int, *, slack: int = 0, align: int = 1) -> 
 
 def state_bytes(plan: LayerPlan) -> int:
     """What a layer keeps however long the sequence: a recurrent vector without its scratch, a ring with its
-    undo rows; 0 for others."""
+    undo rows, a convolution with its earlier states; 0 for others."""
     if plan.kind is LayerKind.RECURRENT:
         return _bytes(_FLOAT, plan.state_size)
+    if plan.conv is not None:
+        state = _bytes(_FLOAT, plan.conv.taps, plan.conv.channels)
+        return _sum(state, _bytes(plan.conv.history, _sum(state, _POSITION)))
     if plan.ring is not None:
         return _bytes(_FLOAT, plan.kv_heads, plan.ring.window + plan.ring.undo_rows, plan.key_size + plan.value_size)
     return 0

@@ -264,12 +264,13 @@ class AttentionLayer:
     def memory(self) -> LayerMemory:
         planes = (self.keys, self.values)
         mapped = sum(plane.mapped_bytes for plane in planes)
+        rotations = {plane.turn.rotation for plane in planes if plane.turn is not None}
         return LayerMemory(
             attention=sum(plane.allocated_bytes for plane in planes),
             importance=0 if self._mass is None else self._mass.allocated_bytes,
             stored=sum(plane.stored_bytes for plane in planes) - mapped,
             mapped=mapped,
-            weights=0 if self._sinks is None else self._sinks.nbytes,
+            weights=(0 if self._sinks is None else self._sinks.nbytes) + sum(rotation.nbytes for rotation in rotations),
         )
 
     def adopt(

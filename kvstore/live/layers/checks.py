@@ -8,9 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from warmkv.kernels.formats import F32
+from warmkv.kernels.turboquant.planes import NormRefused
+from warmkv.kernels.turboquant.reference import length, require_norms
 from warmkv.kvstore.live.rows.base import PlaneRows
 from warmkv.kvstore.live.rows.encoded import Indices
 from warmkv.schema.errors import RecordError
+
+#: Squares of lengths that fit float16 whatever order they were summed in.
+_SURELY_SHORT = np.float32(65000.0**2)
 
 
 def floats(array: F32, shape: tuple[int | None, ...], what: str) -> F32:
@@ -42,6 +47,21 @@ def finite(rows: F32, what: str, heads: Sequence[int], row: int, position: int) 
     )
 
 
+def lengths(rows: F32, what: str, heads: Sequence[int], row: int, position: int) -> None:
+    """As `finite`: the lengths of rows fit float16, where a rotated format keeps them."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = np.einsum("ijk,ijk->ij", rows, rows)
+        if (squares < _SURELY_SHORT).all():
+            return
+    try:
+        require_norms(length(rows), what, position)
+    except NormRefused as exc:
+        raise RecordError(
+            f"{what}, KV head {heads[exc.head]}, row {row + exc.row} (position {exc.position}): a length of {exc.norm}, "
+            f"which float16 cannot hold"
+        ) from exc
+
+
 def indices(kept: Sequence[int] | npt.NDArray[np.integer], rows: int, what: str) -> Indices:
     """Row indices that ascend, as an array."""
     found = np.asarray(kept)
@@ -58,6 +78,8 @@ def same_makings(given: PlaneRows, mine: PlaneRows, what: str) -> None:
     found, expected = ((plane.format.value, plane.heads, plane.size, plane.keys) for plane in (given, mine))
     if found != expected:
         raise RecordError(f"{what}: (format, heads, size, keys) are {found}, expected {expected}")
+    if given.turn != mine.turn:
+        raise RecordError(f"{what}: rows rotated as {given.turn}, expected {mine.turn}")
 
 
 def adopted_places(what: str, rows: int, position: int, base: int, gapless: bool, window: int) -> None:

@@ -8,6 +8,8 @@ import numpy as np
 
 from warmkv.kernels.dispatch import Kernels
 from warmkv.kernels.formats import F32, RowFormat
+from warmkv.kernels.turboquant.rotation import Rotation
+from warmkv.kernels.turboquant.turn import Turn
 from warmkv.kvstore.live.layers import checks
 from warmkv.kvstore.live.layers.base import where
 from warmkv.kvstore.live.plan import LayerPlan
@@ -55,6 +57,8 @@ class Makings:
                 part = part[:, alive]
             if format_.quantised:
                 checks.finite(part, f"{self.name}: {name}", alive, rows, position)
+            if format_.rotated:
+                checks.lengths(part, f"{self.name}: {name}", alive, rows, position)
             parts.append(part)
         checks.same_length(self.name, *parts)
         return parts[0], parts[1]
@@ -100,5 +104,11 @@ class Makings:
         format_, size = (plan.key_format, plan.key_size) if keys else (plan.value_format, plan.value_size)
         return GrowingRows(
             format_, len(plan.alive_heads), size, keys=keys, allocate=self.allocate, kernels=self.kernels,
-            name=f"{self.name}: {'keys' if keys else 'values'}",
+            name=f"{self.name}: {'keys' if keys else 'values'}", turn=self._turn(size) if format_.rotated else None,
         )  # fmt: skip
+
+    def _turn(self, size: int) -> Turn:
+        """What this layer rotates rows of ``size`` channels by."""
+        turboquant = self.plan.turboquant
+        assert turboquant is not None
+        return Turn(Rotation.of(turboquant.seed, self.index, size), turboquant.estimator)

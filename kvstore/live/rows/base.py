@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from warmkv.kernels.formats import F32, Block, RowFormat
+from warmkv.kernels.turboquant.turn import Turn
 from warmkv.kvstore.live.rows.encoded import Encoded, Indices
 from warmkv.kvstore.live.rows.growing import GrowingRows
 
@@ -25,6 +26,7 @@ class PlaneRows(Protocol):
     heads: int
     size: int
     keys: bool
+    turn: Turn | None
 
     def __len__(self) -> int:
         """Rows stored."""
@@ -61,7 +63,7 @@ class PlaneRows(Protocol):
 
     def encode(self, rows: F32) -> Encoded:
         """What ``rows`` (n, heads, size) float32 are stored as behind the others; changes nothing. Raises
-        RecordError that names head and row where a quantised format meets NaN or infinity."""
+        RecordError that names head and row where a quantised or rotated format meets what it cannot hold."""
         ...
 
     def write(self, encoded: Encoded) -> None:

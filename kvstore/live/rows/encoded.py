@@ -15,7 +15,7 @@ Codes = npt.NDArray[np.generic]
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Rows as they will be stored: ``codes`` (heads, n, size) and ``scales`` (heads, n, groups) or None.
+    """Rows as they will be stored: ``codes`` (heads, n, columns) and ``scales`` (heads, n, groups) or None.
     Views of the rows they were made from where the format stores numbers as they are."""
 
     codes: Codes

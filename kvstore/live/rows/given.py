@@ -9,6 +9,7 @@ import numpy as np
 
 from warmkv.kernels.errors import KernelError
 from warmkv.kernels.formats import F32, Block, RowFormat, check_block, total_rows
+from warmkv.kernels.turboquant.turn import Turn
 from warmkv.schema.errors import RecordError
 
 
@@ -20,11 +21,12 @@ class Made(Protocol):
     size: int
     groups: int
     name: str
+    turn: Turn | None
 
 
 def check_given(rows: Sequence[Sequence[Block]], plane: Made) -> None:
     """Raises RecordError unless ``rows`` hold blocks of as many rows for every head, all of them of the
-    plane's format and geometry."""
+    plane's format, geometry and rotation."""
     if len(rows) != plane.heads:
         raise RecordError(f"{plane.name}: rows of {len(rows)} heads, expected {plane.heads}")
     counts = [total_rows(blocks) for blocks in rows]
@@ -39,6 +41,8 @@ def check_given(rows: Sequence[Sequence[Block]], plane: Made) -> None:
                 check_block(block, plane.size, where)
             except KernelError as exc:
                 raise RecordError(str(exc)) from exc
+            if block.turn != plane.turn:
+                raise RecordError(f"{where}: rows rotated as {block.turn}, expected {plane.turn}")
             if block.scales is not None and block.scales.shape[1] != plane.groups:
                 raise RecordError(f"{where}: {block.scales.shape[1]} scales a row, expected {plane.groups}")
 

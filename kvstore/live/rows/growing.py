@@ -16,6 +16,9 @@ import numpy.typing as npt
 from warmkv.kernels.dispatch import REFERENCE, Kernels
 from warmkv.kernels.errors import KernelError, NotFinite
 from warmkv.kernels.formats import F32, Block, RowFormat
+from warmkv.kernels.turboquant.block import encode
+from warmkv.kernels.turboquant.planes import NormRefused
+from warmkv.kernels.turboquant.turn import Turn
 from warmkv.kvstore.live.rows.allocation import Allocate, allocate, grown, refusals
 from warmkv.kvstore.live.rows.encoded import Codes, Encoded, Indices
 from warmkv.kvstore.live.rows.given import check_given, common_field
@@ -29,18 +32,21 @@ class GrowingRows:
     """A plane that owns its rows: ``heads`` alive KV heads of ``size`` channels, ``keys`` or values.
 
     ``allocate`` is asked for every array that outlives a call. ``name`` is how messages call the plane.
+    ``turn`` is what rows of a rotated format are rotated by, and needed there: RecordError otherwise.
     **Threading:** as `PlaneRows`."""
 
     def __init__(
         self, format: RowFormat, heads: int, size: int, *, keys: bool, allocate: Allocate = allocate,
-        kernels: Kernels = REFERENCE, name: str = "",
+        kernels: Kernels = REFERENCE, name: str = "", turn: Turn | None = None,
     ) -> None:  # fmt: skip
-        self.format, self.heads, self.size, self.keys = format, heads, size, keys
+        self.format, self.heads, self.size, self.keys, self.turn = format, heads, size, keys, turn
         self.name = name or ("keys" if keys else "values")
+        if format.rotated != (turn is not None) or (turn is not None and turn.size != size) or not format.stores(keys=keys):
+            raise RecordError(f"{self.name}: rows of {format.value} with {size} channels, rotated as {turn}")
         self.groups = format.groups(size, keys=keys)
         self._allocate, self._kernels = allocate, kernels
         self._first = self._count = 0
-        self._codes: Codes = np.empty((heads, 0, size), format.code_dtype)
+        self._codes: Codes = np.empty((heads, 0, format.columns(size)), format.code_dtype)
         self._scales: F32 | None = np.empty((heads, 0, self.groups), np.float32) if format.quantised else None
         self._field: F32 | None = None
 
@@ -105,7 +111,10 @@ class GrowingRows:
     def encode(self, rows: F32) -> Encoded:
         """What ``rows`` (n, heads, size) are stored as behind the others. Changes nothing.
 
-        Raises RecordError that names head and row where a quantised format meets NaN or infinity."""
+        Raises RecordError that names head and row where a quantised format meets NaN or infinity, and a
+        rotated one a length it cannot hold."""
+        if self.turn is not None:
+            return self._rotated(rows, self.turn)
         turned = rows.transpose(1, 0, 2)
         if self.format is RowFormat.F32:
             return Encoded(turned, None)
@@ -180,8 +189,9 @@ class GrowingRows:
     def like(self) -> GrowingRows:
         """An empty plane of the same geometry and makings, its field open."""
         return GrowingRows(
-            self.format, self.heads, self.size, keys=self.keys, allocate=self._allocate, kernels=self._kernels, name=self.name
-        )
+            self.format, self.heads, self.size, keys=self.keys, allocate=self._allocate, kernels=self._kernels, name=self.name,
+            turn=self.turn,
+        )  # fmt: skip
 
     def take(self, other: GrowingRows) -> None:
         """Become ``other``, which is not to be used any more."""
@@ -214,11 +224,23 @@ class GrowingRows:
         span = slice(self._first, self._first + self._count)
         scales = None if self._scales is None else readonly(self._scales[head, span])
         field = None if self._field is None else readonly(self._field[head])
-        return (Block(self.format, readonly(self._codes[head, span]), scales, field),)
+        return (Block(self.format, readonly(self._codes[head, span]), scales, field, self.turn),)
 
     def writable(self, head: int) -> Codes:
         """The codes (rows, size) of one head to be changed in place; for who owns the plane."""
         return self._codes[head, self._first : self._first + self._count]
+
+    def _rotated(self, rows: F32, turn: Turn) -> Encoded:
+        """Of a rotated format."""
+        with refusals(rows.nbytes, f"{len(rows)} rows of {self.name}"):
+            try:
+                codes = encode(self._kernels.turbo, rows, self.format, turn)
+            except NormRefused as exc:
+                where = f"{self.name}, head {exc.head}, row {self._count + exc.row}"
+                raise RecordError(f"{where}: {exc}") from exc
+            except KernelError as exc:
+                raise RecordError(f"{self.name}: {exc}") from exc
+        return Encoded(codes.transpose(1, 0, 2), None)
 
     def _fill(self, head: int, blocks: Sequence[Block], kept: Indices | None) -> None:
         """Copy the rows at ``kept`` of ``blocks`` into the first rows of a head."""
@@ -254,7 +276,7 @@ class GrowingRows:
         self._first = 0
 
     def _arrays(self, capacity: int) -> tuple[Codes, F32 | None]:
-        codes = self._allocate((self.heads, capacity, self.size), self.format.code_dtype)
+        codes = self._allocate((self.heads, capacity, self.format.columns(self.size)), self.format.code_dtype)
         return codes, self._empty((self.heads, capacity, self.groups)) if self.format.quantised else None
 
     def _empty(self, shape: tuple[int, ...]) -> F32:

@@ -8,6 +8,7 @@ freeze of an open field - copies all rows into memory of our own first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from warmkv.kernels.attention.reference import seen
 from warmkv.kernels.formats import F32, Block, total_rows
@@ -22,7 +23,7 @@ Blocks = tuple[Block, ...]
 class PrefixRows:
     """A plane of a mapped prefix and a growing ``tail``, which is empty when it is handed over.
 
-    ``prefix`` holds per alive KV head the blocks in order, all of the tail's format and either all of one
+    ``prefix`` holds per alive KV head the blocks in order, all of the tail's format and rotation and either all of one
     frozen field a head, which then becomes the tail's, or all of an open one. The arrays are borrowed and
     must not change while this is used; their owner stays alive through the views.
     Raises RecordError for blocks that do not fit, OutOfMemory for the tail's field.
@@ -31,6 +32,7 @@ class PrefixRows:
 
     def __init__(self, prefix: Sequence[Sequence[Block]], tail: GrowingRows) -> None:
         self.format, self.heads, self.size, self.keys, self.name = tail.format, tail.heads, tail.size, tail.keys, tail.name
+        self.turn = tail.turn
         check_given(prefix, tail)
         if len(tail):
             raise RecordError(f"{tail.name}: a tail of {len(tail)} rows behind a prefix, expected an empty one")
@@ -136,4 +138,4 @@ class PrefixRows:
 def _borrowed(block: Block) -> Block:
     scales = None if block.scales is None else readonly(block.scales)
     field = None if block.field is None else readonly(block.field)
-    return Block(block.format, readonly(block.codes), scales, field)
+    return replace(block, codes=readonly(block.codes), scales=scales, field=field)

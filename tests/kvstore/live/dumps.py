@@ -6,6 +6,7 @@ import numpy as np
 
 from warmkv.kvstore.live.layers.attention import AttentionLayer
 from warmkv.kvstore.live.layers.bounded import BoundedLayer
+from warmkv.kvstore.live.layers.conv import ConvLayer
 from warmkv.kvstore.live.layers.nystrom import NystromLayer
 from warmkv.kvstore.live.layers.recurrent import RecurrentLayer
 from warmkv.kvstore.live.model import Layer, ModelCache
@@ -27,6 +28,15 @@ def rows_of(layer: AttentionLayer) -> Dump:
             planes.append(tuple((bits(block.codes), bits(block.scales), bits(block.field)) for block in blocks))
     places = (layer.rows, layer.position, layer.base, layer.gapless)
     return (*places, layer.generation, bits(layer.importance), bits(layer.sinks), tuple(planes))
+
+
+def history_of(layer: ConvLayer) -> Dump:
+    """Every state the layer would go back to."""
+    states = []
+    for position in layer.history.positions:
+        slot = layer.history._slot(position)
+        states.append((position, bits(layer.history._states[slot])))
+    return tuple(states)
 
 
 def repr_of(value: object) -> object:
@@ -55,10 +65,12 @@ def dump(layer: Layer) -> Dump:
         )
     if isinstance(layer, RecurrentLayer):
         return (*about, bits(layer.state), bits(layer.scratch))
+    if isinstance(layer, ConvLayer):
+        return (*about, bits(layer.state), history_of(layer))
     assert isinstance(layer, NystromLayer)
     rows = None if layer.attention is None else rows_of(layer.attention)
     return (*about, rows, bits(layer.trace), layer.failure, layer.pending_boundary, layer.sealed_rows, repr_of(layer.groups))
 
 
 def dump_all(cache: ModelCache) -> Dump:
-    return (cache.lineage, *(dump(layer) for layer in cache.own))
+    return (cache.lineage, cache.shift_offset, *(dump(layer) for layer in cache.own))

@@ -16,16 +16,19 @@ from twin import Twin
 from warmkv.kernels.dispatch import REFERENCE, Backend, Kernels, kernels
 from warmkv.kernels.errors import BackendMissing
 from warmkv.kernels.formats import Block, RowFormat
+from warmkv.kernels.turboquant.reference import Estimator
 from warmkv.kvstore.live.layers.attention import AttentionLayer
-from warmkv.kvstore.live.plan import LayerPlan, modes
+from warmkv.kvstore.live.plan import LayerPlan, TurboQuantPlan, modes
 from warmkv.kvstore.live.rows.allocation import allocate
 from warmkv.kvstore.live.rows.prefix import PrefixRows
 from warmkv.schema.errors import CannotRewind, OutOfMemory, RecordError
 from warmkv.schema.identity import LayerKind
 
-HEADS, KV_HEADS, KEY_SIZE, VALUE_SIZE = 4, 2, 33, 7
+HEADS, KV_HEADS = 4, 2
+#: Channels of keys and of values; rotated rows need multiples of 8, and these have odd factors.
+SIZES, ROTATED_SIZES = (33, 7), (40, 24)
 COUNTS = (0, 1, 1, 1, 2, 3, 17, 62, 63, 64, 65, 66)
-MODES = [pytest.param(keys, values, id=name) for name, keys, values in modes()]
+MODES = [pytest.param(keys, values, id=name) for name, keys, values in modes(rotated=True)]
 
 
 class Faults:
@@ -78,7 +81,7 @@ class Walk:
         return self.rng.standard_normal(shape).astype(np.float32)
 
     def rows(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        k, v = self.normal(count, KV_HEADS, KEY_SIZE), self.normal(count, KV_HEADS, VALUE_SIZE)
+        k, v = self.normal(count, KV_HEADS, self.plan.key_size), self.normal(count, KV_HEADS, self.plan.value_size)
         k[..., ::3] *= 4
         for head in range(KV_HEADS):
             if head not in self.plan.alive_heads:
@@ -105,10 +108,10 @@ class Walk:
         lowest = self.plan.window if self.plan.window and self.twin.base else 0
         if stored < lowest:
             with pytest.raises(RecordError, match="given up"):
-                self.layer.attend(self.normal(HEADS, KEY_SIZE))
+                self.layer.attend(self.normal(HEADS, self.plan.key_size))
             return
         upto = None if self.rng.random() < 0.5 else int(self.rng.integers(lowest, stored + 1))
-        q, observe = self.normal(HEADS, KEY_SIZE), bool(self.rng.random() < 0.7)
+        q, observe = self.normal(HEADS, self.plan.key_size), bool(self.rng.random() < 0.7)
         assert np.allclose(
             self.layer.attend(q, upto=upto, observe=observe), self.twin.attend(q, upto, observe=observe), rtol=1e-5, atol=2e-5
         )
@@ -120,7 +123,7 @@ class Walk:
         stored = len(self.twin.stored)
         if self.twin.base and self.plan.window and stored - len(k) + 1 < self.plan.window:
             return
-        q = self.normal(len(k), HEADS, KEY_SIZE)
+        q = self.normal(len(k), HEADS, self.plan.key_size)
         got = self.layer.attend_chunk(q)
         for at in range(len(k)):
             want = self.twin.attend(q[at], stored - len(k) + at + 1)
@@ -250,7 +253,7 @@ def segments(plane, rng: np.random.Generator) -> list[list[Block]]:
     codes.flags.writeable = False
     return [
         [
-            Block(plane.format, codes[a:b, head], None if scales is None else scales[a:b, head], whole[head][0].field)
+            Block(plane.format, codes[a:b, head], None if scales is None else scales[a:b, head], whole[head][0].field, plane.turn)
             for a, b in zip(bounds, bounds[1:], strict=False)
         ]
         for head in range(plane.heads)
@@ -259,8 +262,11 @@ def segments(plane, rng: np.random.Generator) -> list[list[Block]]:
 
 def plan_of(keys: RowFormat, values: RowFormat, *, window: int, alive: tuple[bool, ...], softcap: float) -> LayerPlan:
     kind = LayerKind.SLIDING if window else LayerKind.FULL
+    rotated = keys.rotated or values.rotated
+    estimator = list(Estimator)[(window + len(alive)) % 3]
     return LayerPlan(
-        kind, HEADS, KV_HEADS, KEY_SIZE, VALUE_SIZE, keys, values, alive=alive, window=window, scale=0.2, softcap=softcap
+        kind, HEADS, KV_HEADS, *(ROTATED_SIZES if rotated else SIZES), keys, values, alive=alive, window=window, scale=0.2,
+        softcap=softcap, turboquant=TurboQuantPlan(seed=5, estimator=estimator) if rotated else None,
     )  # fmt: skip
 
 

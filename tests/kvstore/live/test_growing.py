@@ -16,7 +16,7 @@ from warmkv.kvstore.live.rows.growing import GrowingRows
 from warmkv.kvstore.live.rows.planes import Planes
 from warmkv.schema.errors import OutOfMemory, RecordError
 
-FORMATS = list(RowFormat)
+FORMATS = [format_ for format_ in RowFormat if not format_.rotated]
 
 
 def numbers(count: int, heads: int, size: int, seed: int = 0) -> np.ndarray:

@@ -203,7 +203,7 @@ def test_reports_add_up_field_by_field() -> None:
     both = one + other
     assert all(getattr(both, name) == getattr(one, name) + getattr(other, name) for name in names)
     assert added([]) == LayerMemory() and added([one, other]) == both
-    assert LayerMemory(1, 10, 100, 1000, 10000, 7, 7, 7).total == 11111
+    assert LayerMemory(1, 10, 100, 1000, 10000, 100000, 7, 7, 7).total == 111111
 
 
 def test_walk_counts_each_array_once_and_what_it_borrows_not_at_all() -> None:

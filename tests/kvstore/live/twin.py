@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import turned
 
 from warmkv.kernels.formats import Block, RowFormat
 from warmkv.kernels.quant.reference import decode, encode, refield
@@ -27,6 +28,11 @@ class Row:
     mass: float = 0.0
 
 
+def numbers(block: Block) -> np.ndarray:
+    """Rows in float64."""
+    return turned.numbers(block) if block.turn is not None else decode(block).astype(np.float64)
+
+
 @dataclass
 class Twin:
     plan: LayerPlan
@@ -35,6 +41,7 @@ class Twin:
     trimmed: int = 0
     position: int = 0
     fields: list[list[np.ndarray | None]] = field(default_factory=list)
+    index: int = 3
 
     def __post_init__(self) -> None:
         self.open()
@@ -68,19 +75,18 @@ class Twin:
             if self.is_open and len(self.stored) >= WARM_UP:
                 self.freeze()
             planes = tuple(
-                [
-                    encode(
-                        np.ascontiguousarray(given[head][None]),
-                        self.formats[plane],
-                        keys=plane == 0,
-                        field=self.fields[plane][at],
-                    )
-                    for at, head in enumerate(self.plan.alive_heads)
-                ]
+                [self.written(np.ascontiguousarray(given[head]), plane, at) for at, head in enumerate(self.plan.alive_heads)]
                 for plane, given in enumerate((key_row, value_row))
             )
             self.rows.append(Row(self.position, planes))
             self.position += 1
+
+    def written(self, row: np.ndarray, plane: int, at: int) -> Block:
+        """One row (size,) as it is stored."""
+        format_ = self.formats[plane]
+        if format_.rotated:
+            return turned.stored(row, format_, turned.turn_of(self.plan, self.index, len(row)))
+        return encode(row[None], format_, keys=plane == 0, field=self.fields[plane][at])
 
     def freeze(self) -> None:
         for plane, format_ in enumerate(self.formats):
@@ -96,7 +102,9 @@ class Twin:
         """The rows of one alive head as one block; at least one row."""
         parts = [row.planes[plane][at] for row in rows]
         scales = None if parts[0].scales is None else np.concatenate([part.scales for part in parts])
-        return Block(parts[0].format, np.concatenate([part.codes for part in parts]), scales, self.fields[plane][at])
+        return Block(
+            parts[0].format, np.concatenate([part.codes for part in parts]), scales, self.fields[plane][at], parts[0].turn
+        )
 
     def refuses_truncation(self, count: int) -> str:
         """The name of the error that is expected, or nothing."""
@@ -139,7 +147,7 @@ class Twin:
             return out
         for at, head in enumerate(plan.alive_heads):
             mine = slice(head * plan.group, (head + 1) * plan.group)
-            k, v = (decode(self.block(plane, at, seen)).astype(np.float64) for plane in range(2))
+            k, v = (numbers(self.block(plane, at, seen)) for plane in range(2))
             sinks = None if self.sinks is None else self.sinks[mine].tolist()
             answer, _, p = softmax_attention(
                 q[mine].astype(np.float64), k, v, plan.logit_scale, 0, len(seen), plan.softcap, sinks
