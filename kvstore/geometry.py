@@ -13,7 +13,7 @@ from functools import lru_cache
 from warmkv.kvstore.needs import ModelNeeds, Provides, needs_of_model
 from warmkv.schema.errors import FormatError
 from warmkv.schema.identity import FIELD_FORMATS, Identity, LayerKind, PlaneFormat, PlaneRole, PlaneSpec
-from warmkv.schema.records import NO_FIELD, Plane, has_row_bytes, row_bytes
+from warmkv.schema.records import NO_FIELD, Plane, row_bytes
 from warmkv.schema.segment import SegmentHeader, StateHeader
 
 #: Largest vocabulary whose logits may be parked.
@@ -59,8 +59,6 @@ def _known_coverage(header: SegmentHeader, identity: Identity) -> Coverage | Non
 def _plain_layout(identity: Identity, layout: tuple[Layout, ...]) -> tuple[tuple[bool, tuple[int, ...]], ...] | None:
     """By group: whether it needs every row, and which planes are its own; None unless the planes
     are exactly the rows of the model's layers, in formats without fields."""
-    if not all(has_row_bytes(spec.format) for layer in identity.layers for spec in layer.row_planes):
-        return None
     expected = {
         (index, spec.role): (spec.format, spec.row_shape, row_bytes(spec.format, spec.row_shape, spec.role))
         for index, layer in enumerate(identity.layers)
@@ -194,8 +192,6 @@ def _check_field_plane(plane: Plane, header: SegmentHeader, identity: Identity) 
 
 
 def _check_spec(plane: Plane, spec: PlaneSpec) -> None:
-    if not has_row_bytes(spec.format):
-        raise FormatError(f"{_name(plane)} is of a model that stores {spec.format.name}, whose rows have no size of their own")
     if plane.format != spec.format or plane.row_shape != spec.row_shape:
         raise FormatError(
             f"{_name(plane)} is {plane.format.name} {plane.row_shape}, the identity says {spec.format.name} {spec.row_shape}"

@@ -15,7 +15,7 @@ from warmkv.kvstore.needs import ModelNeeds, Provides, needs_of_model
 from warmkv.kvstore.restored import RestoredLayer, RestoredPlane, Rows
 from warmkv.kvstore.rows import stored_shape
 from warmkv.schema.identity import Identity, PlaneRole, PlaneSpec
-from warmkv.schema.records import Plane, has_row_bytes
+from warmkv.schema.records import Plane
 
 Places = dict[tuple[int, PlaneRole], Plane]
 
@@ -62,8 +62,7 @@ def wanted_of(identity: Identity) -> tuple[ModelNeeds, tuple[Wanted, ...]]:
     for index, layer in enumerate(identity.layers):
         source = index if layer.shared_with < 0 else layer.shared_with
         own = identity.layers[source]
-        # Rows of other formats cannot be stored yet, hence never come.
-        rows = tuple((spec, *stored_shape(spec)) for spec in own.row_planes if has_row_bytes(spec.format))
+        rows = tuple((spec, *stored_shape(spec)) for spec in own.row_planes)
         about = (source, groups.get(source, -1), flags.get(source, Provides.NOTHING))
         wanted.append(Wanted(*about, rows, own.field_planes, own.state_planes))
     return needs, tuple(wanted)

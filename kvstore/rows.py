@@ -16,7 +16,7 @@ import numpy.typing as npt
 from warmkv.kvstore.needs import needs_of_model
 from warmkv.schema.errors import RecordError, UnsupportedError
 from warmkv.schema.identity import ELEMENT_BYTES, Identity, LayerKind, LayerSpec, PlaneFormat, PlaneRole, PlaneSpec
-from warmkv.schema.records import NO_FIELD, Attachment, has_row_bytes, row_bytes
+from warmkv.schema.records import NO_FIELD, Attachment, row_bytes
 
 #: numpy dtypes of planes as callers see them. numpy has no bfloat16: its bits travel as uint16.
 DTYPES: dict[PlaneFormat, np.dtype[np.generic]] = {
@@ -100,9 +100,6 @@ def require_served(identity: Identity) -> None:
             raise UnsupportedError(f"layer {index} shares with layer {layer.shared_with}, which has no rows of its own either")
         if layer.row_planes and layer.kind != LayerKind.HYBRID and layer.state_planes:
             raise UnsupportedError(f"layer {index}: {layer.state_planes[0].role.name} beside rows is for HYBRID layers")
-        for plane in layer.planes:
-            if not has_row_bytes(plane.format):
-                raise UnsupportedError(f"layer {index}: plane format {plane.format.name} cannot be stored yet")
 
 
 def stored_shape(spec: PlaneSpec) -> tuple[np.dtype[np.generic], tuple[int, ...]]:

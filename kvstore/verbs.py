@@ -41,6 +41,7 @@ from warmkv.schema.records import (
     TokensLike,
     as_tokens,
     check_attachments,
+    check_shifts,
     pack_anchors,
 )
 
@@ -219,6 +220,7 @@ class Verbs(ABC):
         query = self._query(identity, ids, attachments, lineage)
         source.require_served(identity)
         named = tuple(anchors)
+        check_shifts(named, lineage)
         for anchor in named:
             if not 0 < anchor.position <= len(query.tokens):
                 raise RecordError(f"anchor at {anchor.position} lies outside the {len(query.tokens)} tokens")

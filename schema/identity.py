@@ -7,6 +7,7 @@ difference at all is another namespace, hence a miss.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -110,6 +111,30 @@ ELEMENT_BYTES = {
 BLOCK_BYTES = {PlaneFormat.Q8_0: (32, 34), PlaneFormat.Q5_1: (32, 24), PlaneFormat.Q4_0: (32, 18)}
 #: Formats whose rows depend on a field that is frozen once per sequence.
 FIELD_FORMATS = frozenset({PlaneFormat.Q8_2F})
+#: Bits of a channel and further bytes of a head, for rows that were rotated as a seed says. Eight channels
+#: fill whole bytes.
+ROTATED_BYTES = {PlaneFormat.TQ_KEY: (3, 4), PlaneFormat.TQ_VALUE: (2, 2), PlaneFormat.TQ3: (3, 2)}
+ROTATED_STEP = 8
+_SEED = re.compile(r"rotation seed (0|[1-9][0-9]{0,19})")
+
+
+def with_rotation(seed: int, parameters: str = "none") -> str:
+    """``parameters`` of a plane of rotated rows, with the seed of the model's rotations: that of a layer is
+    it XOR the layer's number. Raises IdentityError for a seed that is none of 64 bits."""
+    _check_integer("rotation seed", seed, 0, 2**64 - 1)
+    return f"rotation seed {seed}" if parameters == "none" else f"{parameters}; rotation seed {seed}"
+
+
+def rotation_seed(parameters: str) -> int | None:
+    """The seed that `with_rotation` wrote; None where there is none."""
+    found = _SEED.fullmatch(parameters.rpartition("; ")[2])
+    seed = -1 if found is None else int(found[1])
+    return seed if 0 <= seed < 2**64 else None
+
+
+def without_rotation(parameters: str) -> str:
+    """What `with_rotation` was given."""
+    return parameters if rotation_seed(parameters) is None else parameters.rpartition("; ")[0] or "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +157,15 @@ class PlaneSpec:
         for size in self.row_shape:
             _check_integer(f"{where} plane {self.role.name} row size", size, 1, 2**32 - 1)
         _check_text(f"{where} plane {self.role.name} parameters", self.parameters)
+        if self.format in ROTATED_BYTES:
+            self._validate_rotated(f"{where} plane {self.role.name} ({self.format.name})")
+
+    def _validate_rotated(self, name: str) -> None:
+        """Bytes mean nothing without the rotation, and two of them must not pass for one."""
+        if self.row_shape[-1] % ROTATED_STEP:
+            raise IdentityError(f"{name}: heads of {self.row_shape[-1]} channels, expected a multiple of {ROTATED_STEP}")
+        if rotation_seed(self.parameters) is None:
+            raise IdentityError(f"{name}: parameters {self.parameters!r} name no seed, expected 'rotation seed N' of 64 bits")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,14 @@
 Everything is therefore checked by its bounds, and what the rows belong to cannot be: the
 fingerprint names a model by its id and shape, not by its weights. Whoever imports must say which
 model it was, and the fingerprint recomputed from that must be the same.
+
+Files are written as the generated code of their home writes them: vectors in order, the fields of a
+table from the widest to the narrowest, the last of each width first.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -17,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from warmkv.schema import flat
-from warmkv.schema.errors import FormatError, TooNewError, UnsupportedError
+from warmkv.schema.errors import FormatError, TooNewError
 from warmkv.schema.generated import kvcache_generated as gen
 from warmkv.schema.records import MAX_TOKENS, Anchor, AnchorKind, Tokens
 
@@ -26,6 +30,10 @@ VERSION = 2
 #: FlatBuffers offsets have 32 bits.
 MAX_FILE_BYTES = (1 << 31) - 1
 MAX_LAYERS = 4096
+#: Magic, heads, channels of a head, rows: how blobs of TurboQuant keys and values begin.
+_BLOB = struct.Struct("<4s3I")
+#: By side: magic, and of one row of one head bytes for eight channels and bytes beside them.
+_SIDES = (("keys", b"TQK1", 3, 4), ("values", b"TQV1", 2, 2))
 _FNV_START, _FNV_PRIME = 0xCBF29CE484222325, 0x100000001B3
 _U64 = (1 << 64) - 1
 Octets: TypeAlias = npt.NDArray[np.uint8]
@@ -42,7 +50,8 @@ class Tag(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvLayer:
-    """Bytes of one layer: keys and values, token-major; or a convolution buffer in ``keys``."""
+    """Bytes of one layer: keys and values, token-major; or a convolution buffer in ``keys``; or blobs of
+    TurboQuant keys and values, head-major (docs/formats.md)."""
 
     tag: Tag
     keys: Octets
@@ -110,15 +119,15 @@ def encode(file: KvFile) -> bytes:
     listed = builder.EndVector()
     tokens = flat.put_array(builder, file.tokens, "<u4")
     gen.KvEntryStart(builder)
-    gen.KvEntryAddModelFingerprint(builder, file.fingerprint)
-    gen.KvEntryAddSeqLen(builder, len(file.tokens))
-    gen.KvEntryAddTokens(builder, tokens)
-    gen.KvEntryAddLayers(builder, listed)
-    gen.KvEntryAddFormatVersion(builder, VERSION)
-    gen.KvEntryAddAnchorDepth(builder, file.anchor_depth)
-    gen.KvEntryAddBoundaryKind(builder, int(file.boundary_kind))
     gen.KvEntryAddSemanticHash(builder, file.semantic_hash)
+    gen.KvEntryAddModelFingerprint(builder, file.fingerprint)
     gen.KvEntryAddShiftOffset(builder, file.shift_offset)
+    gen.KvEntryAddAnchorDepth(builder, file.anchor_depth)
+    gen.KvEntryAddFormatVersion(builder, VERSION)
+    gen.KvEntryAddLayers(builder, listed)
+    gen.KvEntryAddTokens(builder, tokens)
+    gen.KvEntryAddSeqLen(builder, len(file.tokens))
+    gen.KvEntryAddBoundaryKind(builder, int(file.boundary_kind))
     builder.Finish(gen.KvEntryEnd(builder))
     return bytes(builder.Output())
 
@@ -127,17 +136,15 @@ def _put_layer(builder: flatbuffers.Builder, layer: KvLayer) -> int:
     keys = builder.CreateNumpyVector(layer.keys)
     values = None if layer.tag == Tag.CONV else builder.CreateNumpyVector(layer.values)
     gen.KvLayerStart(builder)
-    gen.KvLayerAddTypeTag(builder, int(layer.tag))
-    gen.KvLayerAddKData(builder, keys)
     if values is not None:
         gen.KvLayerAddVData(builder, values)
+    gen.KvLayerAddKData(builder, keys)
+    gen.KvLayerAddTypeTag(builder, int(layer.tag))
     return int(gen.KvLayerEnd(builder))
 
 
 def decode(data: bytes) -> KvFile:
-    """Check and read a file; the layers' bytes are not copied.
-
-    Raises FormatError, TooNewError, and UnsupportedError for TurboQuant layers."""
+    """Check and read a file; the layers' bytes are not copied. Raises FormatError, TooNewError."""
     if not 16 <= len(data) <= MAX_FILE_BYTES:
         raise FormatError(f"a {SUFFIX} file of {len(data)} bytes, expected 16 to {MAX_FILE_BYTES}")
     with flat.reading(f"{SUFFIX} file"):
@@ -166,12 +173,30 @@ def _layer(index: int, table: gen.KvLayer, length: int) -> KvLayer:
     if table.TypeTag() not in tuple(Tag):
         raise FormatError(f"layer {index} has type {table.TypeTag()}, expected 0 to 3")
     tag = Tag(table.TypeTag())
-    if tag == Tag.TURBOQUANT:
-        raise UnsupportedError(f"layer {index} is TurboQuant-compressed, which cannot be read from a {SUFFIX} file yet")
     keys, values = (np.asarray(flat.vector(part, "u1"), np.uint8) for part in (table.KDataAsNumpy(), table.VDataAsNumpy()))
     if tag == Tag.CONV:
         if values.size or not keys.size or keys.size % 4:
             raise FormatError(f"layer {index}, a convolution, has {keys.size} and {values.size} bytes, expected f32 and none")
+    elif tag == Tag.TURBOQUANT:
+        _check_pair(index, (keys, values), length)
     elif not keys.size or any(part.size % (2 * length) for part in (keys, values)) or not values.size:
         raise FormatError(f"layer {index} has {keys.size} and {values.size} bytes, expected rows of {length} tokens")
     return KvLayer(tag, keys, values)
+
+
+def _check_pair(index: int, blobs: Sequence[Octets], length: int) -> None:
+    """FormatError unless these are TurboQuant keys and values of ``length`` rows. Counts are multiplied as
+    unbounded whole numbers."""
+    for blob, (side, magic, bytes_of_eight, norms) in zip(blobs, _SIDES, strict=True):
+        where = f"layer {index}, TurboQuant {side}"
+        if blob.size < _BLOB.size:
+            raise FormatError(f"{where}: {blob.size} bytes, expected at least {_BLOB.size}")
+        found, heads, channels, rows = _BLOB.unpack_from(blob.data)
+        if found != magic:
+            raise FormatError(f"{where}: begin with {found!r}, expected {magic!r}")
+        about = f"{rows} rows of {heads} heads with {channels} channels"
+        if not heads or not channels or channels % 8 or rows != length:
+            raise FormatError(f"{where}: {about}, expected {length} rows of some heads, with a multiple of 8 channels")
+        expected = _BLOB.size + heads * rows * (channels // 8 * bytes_of_eight + norms)
+        if blob.size != expected:
+            raise FormatError(f"{where}: {blob.size} bytes, {about} take {expected}")

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from warmkv.schema.errors import FormatError, RecordError
-from warmkv.schema.identity import BLOCK_BYTES, ELEMENT_BYTES, PlaneFormat, PlaneRole
+from warmkv.schema.identity import BLOCK_BYTES, ELEMENT_BYTES, ROTATED_BYTES, ROTATED_STEP, PlaneFormat, PlaneRole
 
 NamespaceKey = NewType("NamespaceKey", bytes)
 RecordId = NewType("RecordId", bytes)
@@ -166,6 +166,17 @@ def check_attachments(attachments: Iterable[Attachment], length: int) -> tuple[A
     return ordered
 
 
+def check_shifts(anchors: Iterable[Anchor], lineage: Lineage) -> None:
+    """RecordError for an anchor of shifted positions on a clean lineage: its rows would be handed to those whose
+    tokens are where they always were."""
+    for anchor in anchors:
+        if anchor.shift_offset and lineage == CLEAN:
+            raise RecordError(
+                f"anchor at {anchor.position}: its rows were shifted by {anchor.shift_offset} positions, which a clean lineage "
+                "does not say; save them under the lineage of the shift"
+            )
+
+
 def pack_attachments(attachments: Sequence[Attachment]) -> bytes:
     """Packed rows; RecordError for an attachment its row cannot hold."""
     rows = []
@@ -233,14 +244,14 @@ def unpack_planes(data: bytes) -> tuple[Plane, ...]:
         if not 1 <= dims <= 4 or 0 in shape or any(sizes[dims:]):
             raise FormatError(f"plane {index}: shape {sizes} with {dims} dimensions")
         plane = Plane(layer, _ROLES[role], _FORMATS[format_], shape, first_row, count, bytes_, offset, bytes(field))
-        if bytes_ < 1 or (has_row_bytes(plane.format) and bytes_ != row_bytes(plane.format, shape, plane.role)):
+        if not has_row_bytes(plane.format, shape) or bytes_ != row_bytes(plane.format, shape, plane.role):
             raise FormatError(f"plane {index}: {bytes_} bytes a row do not fit {plane.format.name} {shape}")
         planes.append(plane)
     return tuple(planes)
 
 
 def row_bytes(format_: PlaneFormat, row_shape: Sequence[int], role: PlaneRole = PlaneRole.KEY) -> int:
-    """Bytes of one row. Raises RecordError for a format whose rows have no size of their own."""
+    """Bytes of one row. Raises RecordError for a shape whose rows do not fill whole bytes in that format."""
     heads, size = math.prod(row_shape[:-1]), int(row_shape[-1])
     if format_ in ELEMENT_BYTES:
         return heads * size * ELEMENT_BYTES[format_]
@@ -250,12 +261,15 @@ def row_bytes(format_: PlaneFormat, row_shape: Sequence[int], role: PlaneRole = 
     if format_ == PlaneFormat.Q8_2F:
         scales = -(-size // 32) if role == PlaneRole.KEY else 1
         return heads * (size + 4 * scales)
-    raise RecordError(f"rows of format {format_.name} have no size of their own")
+    if not has_row_bytes(format_, row_shape):
+        raise RecordError(f"rows of {format_.name} with heads of {size} channels, expected a multiple of {ROTATED_STEP}")
+    bits, norms = ROTATED_BYTES[format_]
+    return heads * (size * bits // 8 + norms)
 
 
-def has_row_bytes(format_: PlaneFormat) -> bool:
-    """Whether `row_bytes` knows the format."""
-    return format_ in ELEMENT_BYTES or format_ in BLOCK_BYTES or format_ == PlaneFormat.Q8_2F
+def has_row_bytes(format_: PlaneFormat, row_shape: Sequence[int]) -> bool:
+    """Whether `row_bytes` knows how many there are."""
+    return format_ not in ROTATED_BYTES or row_shape[-1] % ROTATED_STEP == 0
 
 
 def coverage(planes: Sequence[Plane]) -> bytes:

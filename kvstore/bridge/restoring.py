@@ -12,20 +12,23 @@ from dataclasses import replace
 
 import numpy as np
 
-from warmkv.kernels.formats import F32, RowFormat
+from warmkv.kernels.formats import F32
 from warmkv.kvstore.bridge import nystrom, rows
-from warmkv.kvstore.bridge.specs import ROW_FORMATS, layer_specs
+from warmkv.kvstore.bridge.anchors import shift_offset_of
+from warmkv.kvstore.bridge.specs import layer_specs, sides_of, stored_sides
 from warmkv.kvstore.live import lineage as lineages
 from warmkv.kvstore.live.layers.attention import AttentionLayer
 from warmkv.kvstore.live.layers.base import where
 from warmkv.kvstore.live.layers.bounded import BoundedLayer, RingSnapshot
+from warmkv.kvstore.live.layers.conv import ConvLayer
 from warmkv.kvstore.live.layers.nystrom import NystromLayer
 from warmkv.kvstore.live.layers.recurrent import RecurrentLayer
 from warmkv.kvstore.live.model import Layer, ModelCache
+from warmkv.kvstore.live.state import InferenceState
 from warmkv.kvstore.restored import Restored, RestoredLayer, Rows
 from warmkv.schema.errors import FormatError, OutOfMemory, RecordError
-from warmkv.schema.identity import LayerKind, LayerSpec, PlaneFormat, PlaneRole
-from warmkv.schema.records import Lineage
+from warmkv.schema.identity import LayerKind, LayerSpec, PlaneFormat, PlaneRole, without_rotation
+from warmkv.schema.records import CLEAN, Lineage
 
 log = logging.getLogger(__name__)
 #: Kinds a layer of rows may be stored as.
@@ -34,7 +37,7 @@ _OF_ROWS = frozenset({LayerKind.FULL, LayerKind.SLIDING, LayerKind.HYBRID, Layer
 
 def restore_into(cache: ModelCache, restored: Restored, *, convert: bool = False) -> int:
     """Replace all that ``cache`` holds by the restored tokens' state, copied; weights of the layers stay.
-    The cache takes the lineage of what was restored.
+    The cache takes the lineage of what was restored, and how far it was shifted.
 
     Returns how many tokens that is. 0 is a miss, with the cache untouched: nothing was restored, or its
     quantised rows cannot be gone on with bit for bit (they mix fields, or were cut before the row at which
@@ -58,9 +61,11 @@ def _fill(cache: ModelCache, restored: Restored, *, mapped: bool, convert: bool)
         return 0
     layers, position = restored.match.identity.layers, restored.usable
     _require_fit(cache, layers, convert=convert)
+    room = cache.capacity if isinstance(cache, InferenceState) else 0
     try:
         changes = [
-            _prepare(layer, layers[layer.index], restored.layers[layer.index], position, mapped=mapped) for layer in cache.own
+            _prepare(layer, layers[layer.index], restored.layers[layer.index], position, mapped=mapped, room=room)
+            for layer in cache.own
         ]
     except rows.NotExact as exc:
         log.info("%s; nothing was restored", exc)
@@ -68,10 +73,10 @@ def _fill(cache: ModelCache, restored: Restored, *, mapped: bool, convert: bool)
     except MemoryError as exc:
         requested = _bytes(restored)
         raise OutOfMemory(f"{requested} bytes for the state of {position} tokens could not be had", requested) from exc
-    lineage = _converted(cache, layers, restored.match.lineage)
+    lineage, offset = _converted(cache, layers, _resumed(cache, restored)), shift_offset_of(restored)
     for change in changes:
         change()
-    cache.lineage = lineage
+    cache.lineage, cache.shift_offset = lineage, offset
     return position
 
 
@@ -96,38 +101,58 @@ def _require_fit(cache: ModelCache, layers: tuple[LayerSpec, ...], *, convert: b
 def _without_formats(spec: LayerSpec) -> LayerSpec:
     """The layer whatever its rows are written as."""
     kept = (plane for plane in spec.planes if plane.role != PlaneRole.FIELD)
-    return replace(spec, planes=tuple(replace(plane, format=PlaneFormat.RAW) for plane in kept))
+    return replace(
+        spec,
+        planes=tuple(replace(plane, format=PlaneFormat.RAW, parameters=without_rotation(plane.parameters)) for plane in kept),
+    )
+
+
+def _resumed(cache: ModelCache, restored: Restored) -> Lineage:
+    """The lineage of a cache that goes on where it was restored. Short of more tokens that agree, and maybe short
+    of where the rows were shifted: what it computes for those tokens is then not what is stored for them, and
+    must not pass for it. An anchor of shifted rows lies behind the shift."""
+    lineage, layers = restored.match.lineage, restored.match.identity.layers
+    whole = restored.usable == restored.matched or shift_offset_of(restored) != 0
+    shiftable = all(isinstance(layer, (AttentionLayer, ConvLayer)) for layer in cache.own)
+    if lineage == CLEAN or whole or not shiftable or any(spec.kind == LayerKind.SPARSE for spec in layers):
+        return lineage
+    return lineages.went_back(lineage, restored.usable)
 
 
 def _converted(cache: ModelCache, layers: tuple[LayerSpec, ...], lineage: Lineage) -> Lineage:
-    """The lineage after rows of other formats than the plan's were written anew."""
+    """The lineage after rows of other formats than the plan's, or rotated by another seed, were written anew."""
     for layer in cache.own:
         if isinstance(layer, AttentionLayer):
-            keys, values = _formats(layers[layer.index])
-            if (keys, values) != (layer.plan.key_format, layer.plan.value_format):
-                pairs = (keys, layer.plan.key_format), (values, layer.plan.value_format)
-                lineage = lineages.requantised(lineage, layer.index, *pairs)
+            stored, own = stored_sides(layer.plan, layers[layer.index]), sides_of(layer.plan)
+            if stored != own:
+                keys, values = ((before.format, after.format) for before, after in zip(stored, own, strict=True))
+                seeds = tuple(-1 if side.seed is None else side.seed for pair in zip(stored, own, strict=True) for side in pair)
+                lineage = lineages.requantised(lineage, layer.index, keys, values, seeds if max(seeds) >= 0 else ())
     return lineage
 
 
-def _formats(spec: LayerSpec) -> tuple[RowFormat, RowFormat]:
-    found = {plane.role: plane.format for plane in spec.planes}
-    return ROW_FORMATS[found[PlaneRole.KEY]], ROW_FORMATS[found[PlaneRole.VALUE]]
-
-
-def _prepare(layer: Layer, spec: LayerSpec, found: RestoredLayer, position: int, *, mapped: bool) -> Callable[[], None]:
+def _prepare(
+    layer: Layer, spec: LayerSpec, found: RestoredLayer, position: int, *, mapped: bool, room: int
+) -> Callable[[], None]:  # fmt: skip
     """Everything that may fail of putting a layer's state back; calling what is returned cannot."""
     if isinstance(layer, AttentionLayer):
-        return rows.prepare(layer, spec, found, position, mapped=mapped)
+        return rows.prepare(layer, spec, found, position, mapped=mapped, room=room)
     if isinstance(layer, NystromLayer):
         return nystrom.prepare(layer, _state(layer, found, PlaneRole.NYSTROM), position)
     if isinstance(layer, BoundedLayer):
         return layer.prepare_restore(_ring(layer, found, position))
+    if isinstance(layer, ConvLayer):
+        return layer.prepare_adopt(_one(layer, found, PlaneRole.CONV, layer.state.shape), position)
     assert isinstance(layer, RecurrentLayer)
-    state = np.array(_state(layer, found, PlaneRole.RECURRENT), np.float32).reshape(-1)
-    if state.shape != (layer.plan.state_size,):
-        raise FormatError(f"{where(layer.plan, layer.index)}: a state of {state.size} numbers, expected {layer.plan.state_size}")
-    return layer.prepare_adopt(state, position)
+    return layer.prepare_adopt(_one(layer, found, PlaneRole.RECURRENT, (layer.plan.state_size,)), position)
+
+
+def _one(layer: Layer, found: RestoredLayer, role: PlaneRole, shape: tuple[int, ...]) -> F32:
+    """The one row of a state, as a copy."""
+    came = _state(layer, found, role)
+    if came.shape != (1, *shape):
+        raise FormatError(f"{where(layer.plan, layer.index)}: {role.name} of shape {came.shape}, expected {(1, *shape)}")
+    return np.array(came[0], np.float32)
 
 
 def _ring(layer: BoundedLayer, found: RestoredLayer, position: int) -> RingSnapshot:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -11,12 +10,15 @@ from warmkv.kernels.errors import KernelError
 from warmkv.kernels.formats import F32, WARMUP_ROWS, Block
 from warmkv.kernels.quant.packed import view
 from warmkv.kernels.quant.reference import decode
+from warmkv.kernels.turboquant.reference import Estimator
+from warmkv.kernels.turboquant.turn import Turn
 from warmkv.kvstore.bridge import fields
-from warmkv.kvstore.bridge.specs import HAS_GAPS, ROW_FORMATS, SEAT, SEAT_VERSION, Side, sides_of
+from warmkv.kvstore.bridge.specs import HAS_GAPS, SEAT, SEAT_VERSION, Side, sides_of, stored_sides
 from warmkv.kvstore.live.layers.attention import AttentionLayer
 from warmkv.kvstore.live.layers.base import where
 from warmkv.kvstore.live.rows.base import PlaneRows
 from warmkv.kvstore.live.rows.growing import GrowingRows
+from warmkv.kvstore.live.rows.planes import Planes
 from warmkv.kvstore.live.rows.prefix import PrefixRows
 from warmkv.kvstore.restored import RestoredLayer, RestoredPlane, Rows
 from warmkv.schema.errors import FormatError
@@ -32,14 +34,14 @@ class NotExact(Exception):
 
 
 def prepare(
-    layer: AttentionLayer, spec: LayerSpec, found: RestoredLayer, position: int, *, mapped: bool
+    layer: AttentionLayer, spec: LayerSpec, found: RestoredLayer, position: int, *, mapped: bool, room: int
 ) -> Callable[[], None]:  # fmt: skip
     """What puts restored rows into ``layer``, once everything fits and all memory is there; ``spec``
-    is the layer they were stored of. Raises NotExact, FormatError, RecordError, OutOfMemory."""
+    is the layer they were stored of, copies get ``room`` for so many rows in all. Raises NotExact,
+    FormatError, RecordError, OutOfMemory."""
     name = where(layer.plan, layer.index)
     sparse = spec.kind == LayerKind.SPARSE
-    formats = {plane.role: plane.format for plane in spec.planes}
-    sides = tuple(replace(side, format=ROW_FORMATS[formats[side.role]]) for side in sides_of(layer.plan))
+    sides, own = stored_sides(layer.plan, spec), sides_of(layer.plan)
     planes = [_plane(found, side.role, name, state=sparse) for side in sides]
     counts = {sum(map(len, plane.blocks)) for plane in planes}
     if len(counts) != 1:
@@ -54,16 +56,28 @@ def prepare(
         row = _field(found, planes, sides, base, position, name)
     parts = fields.split(row, sides, name)
     try:
-        heads = [_heads(plane, side, field) for plane, side, field in zip(planes, sides, parts, strict=True)]
+        heads = [
+            _heads(plane, side, field, side.turn(layer.index, _estimator(layer, side, mine)))
+            for plane, side, field, mine in zip(planes, sides, parts, own, strict=True)
+        ]
     except KernelError as exc:
         raise FormatError(f"{name}: {exc}") from exc
     importance = _importance(found, rows, name) if layer.plan.importance else None
-    if sides == sides_of(layer.plan):
-        make = _lent if mapped and rows else _copied
-        keys, values = (make(part, empty) for part, empty in zip(heads, layer.empty_planes(), strict=True))
-        return layer.prepare_adopt(keys, values, position=position, base=base, importance=importance, gapless=gapless)
-    wide = [_decoded(part, side) for part, side in zip(heads, sides, strict=True)]
-    return layer.prepare_adopt(wide[0], wide[1], position=position, base=base, importance=importance, gapless=gapless)
+    if sides != own and layer.plan.quantised:  # fields are fixed for both planes at once
+        wide = [_decoded(part, side) for part, side in zip(heads, sides, strict=True)]
+        return layer.prepare_adopt(wide[0], wide[1], position=position, base=base, importance=importance, gapless=gapless)
+    keys, values = (
+        _rewritten(part, side, empty) if side != mine else _taken(part, empty, mapped=mapped, room=room)
+        for part, side, mine, empty in zip(heads, sides, own, layer.empty_planes(), strict=True)
+    )
+    return layer.prepare_adopt(keys, values, position=position, base=base, importance=importance, gapless=gapless)
+
+
+def _estimator(layer: AttentionLayer, stored: Side, own: Side) -> Estimator:
+    """How the signs of rotated keys count: as the layer says where it attends over them. What is written anew
+    does not depend on who does it."""
+    turboquant = layer.plan.turboquant
+    return turboquant.estimator if stored == own and turboquant is not None else Estimator.UNBIASED
 
 
 def _plane(found: RestoredLayer, role: PlaneRole, name: str, *, state: bool) -> RestoredPlane:
@@ -126,17 +140,20 @@ def _has_gaps(found: RestoredLayer, name: str) -> bool:
     return bool(SEAT.unpack(seat)[1] & HAS_GAPS)
 
 
-def _heads(plane: RestoredPlane, side: Side, field: F32 | None) -> Heads:
-    parts = [view(block, side.format, side.heads, side.size, keys=side.keys, field=field) for block in plane.blocks]
+def _heads(plane: RestoredPlane, side: Side, field: F32 | None, turn: Turn | None) -> Heads:
+    parts = [view(block, side.format, side.heads, side.size, keys=side.keys, field=field, turn=turn) for block in plane.blocks]
     return [[blocks[head] for blocks in parts] for head in range(side.heads)]
 
 
-def _copied(heads: Heads, empty: GrowingRows) -> PlaneRows:
-    return empty.copied(heads) if heads[0] else empty
+def _taken(heads: Heads, empty: GrowingRows, *, mapped: bool, room: int) -> PlaneRows:
+    if mapped and heads[0]:
+        return PrefixRows(heads, empty)
+    return empty.copied(heads, max(0, room - sum(map(len, heads[0]))))
 
 
-def _lent(heads: Heads, empty: GrowingRows) -> PlaneRows:
-    return PrefixRows(heads, empty)
+def _rewritten(heads: Heads, side: Side, empty: GrowingRows) -> PlaneRows:
+    Planes((empty,)).append([_decoded(heads, side)])
+    return empty
 
 
 def _decoded(heads: Heads, side: Side) -> F32:

@@ -17,6 +17,7 @@ from warmkv.kvstore.bridge.specs import FORMATS, HAS_GAPS, SEAT, SEAT_VERSION, S
 from warmkv.kvstore.live.layers.attention import AttentionLayer
 from warmkv.kvstore.live.layers.base import where
 from warmkv.kvstore.live.layers.bounded import BoundedLayer
+from warmkv.kvstore.live.layers.conv import ConvLayer
 from warmkv.kvstore.live.layers.nystrom import NystromLayer
 from warmkv.kvstore.live.layers.recurrent import RecurrentLayer
 from warmkv.kvstore.live.model import Layer, ModelCache
@@ -67,6 +68,8 @@ def _records(layer: Layer, length: int, held: int, gaps: bool) -> list[LayerRows
         return [LayerState(layer.index, length, _ring(layer))]
     if isinstance(layer, NystromLayer):
         return [LayerState(layer.index, length, (PlaneRows(PlaneRole.NYSTROM, PlaneFormat.RAW, nystrom.pages(layer)),))]
+    if isinstance(layer, ConvLayer):
+        return [LayerState(layer.index, length, (PlaneRows(PlaneRole.CONV, PlaneFormat.F32, layer.state[None].copy()),))]
     assert isinstance(layer, RecurrentLayer)
     state = layer.state.reshape(1, -1).copy()
     return [LayerState(layer.index, length, (PlaneRows(PlaneRole.RECURRENT, PlaneFormat.F32, state),))]

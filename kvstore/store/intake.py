@@ -35,6 +35,7 @@ from warmkv.schema.records import (
     Lineage,
     NamespaceKey,
     check_attachments,
+    check_shifts,
     unpack_anchors,
     unpack_attachments,
 )
@@ -241,7 +242,7 @@ class Intake:
             parent, tokens, attachments = self._whole(arrival)
         arrival.check_id(tokens, attachments)
         header_id = arrival.header.id
-        _check_positions(anchors, arrival.end, attachments)
+        _check_positions(anchors, arrival.end, attachments, arrival.header.lineage)
         with self._index.changed:
             known = self._known(arrival, tokens, attachments)
             if known is None:
@@ -379,7 +380,7 @@ class Intake:
         anchors = self._check_anchors(request.anchors)
         length = len(request.tokens)
         attachments = check_attachments(unpack_attachments(request.attachments), length)
-        _check_positions(anchors, length, attachments)
+        _check_positions(anchors, length, attachments, Lineage(request.lineage))
         with _Awaited(self._index, request.ack) as awaited:
             with self._index.changed:
                 path = self._index.path(request.namespace, Lineage(request.lineage), request.tokens.tobytes(), attachments)
@@ -441,7 +442,10 @@ def _fields(packed: bytes) -> frozenset[bytes]:
     return frozenset(packed[at : at + ID_BYTES] for at in range(0, len(packed), ID_BYTES))
 
 
-def _check_positions(anchors: tuple[Anchor, ...], length: int, attachments: tuple[Attachment, ...]) -> None:
+def _check_positions(
+    anchors: tuple[Anchor, ...], length: int, attachments: tuple[Attachment, ...], lineage: Lineage
+) -> None:  # fmt: skip
+    check_shifts(anchors, lineage)
     for anchor in anchors:
         if not 0 < anchor.position <= length:
             raise RecordError(f"anchor at {anchor.position} lies outside the {length} tokens")

@@ -6,6 +6,7 @@ layer is recurrent, of what came before): two caches that are fed alike hold ali
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,14 +17,16 @@ from warmkv.kernels.nystrom.reference import Rectifier
 from warmkv.kvstore.bridge import layer_specs, records_of
 from warmkv.kvstore.live.layers.attention import AttentionLayer
 from warmkv.kvstore.live.layers.bounded import BoundedLayer
+from warmkv.kvstore.live.layers.conv import ConvLayer
 from warmkv.kvstore.live.layers.nystrom import NystromLayer
 from warmkv.kvstore.live.layers.recurrent import RecurrentLayer
 from warmkv.kvstore.live.model import Layer, ModelCache
-from warmkv.kvstore.live.plan import LayerPlan, ModelPlan, NystromPlan, RingPlan, modes
+from warmkv.kvstore.live.plan import ConvPlan, LayerPlan, ModelPlan, NystromPlan, RingPlan, TurboQuantPlan, modes
 from warmkv.kvstore.results import Saved
 from warmkv.kvstore.testing.samples import mixed_identity
 from warmkv.kvstore.verbs import Ack, Verbs
 from warmkv.schema.identity import Identity, LayerKind
+from warmkv.schema.records import Anchor
 
 Ids = npt.NDArray[np.uint32]
 _FULL = LayerPlan(LayerKind.FULL, heads=4, kv_heads=2, key_size=40, value_size=7, importance=False)
@@ -39,6 +42,7 @@ _NYSTROM = LayerPlan(
 )  # fmt: skip
 _FM = replace(_NYSTROM, nystrom=NystromPlan(landmarks=4, window=3, sinks=0, rectifier=Rectifier.FM, boundary=20))
 _SHARED = LayerPlan(LayerKind.SHARED, shared_with=0)
+_CONV = LayerPlan(LayerKind.CONV, conv=ConvPlan(channels=13, taps=3))
 
 
 def written(layer: LayerPlan, keys: RowFormat, values: RowFormat, **changes: object) -> LayerPlan:
@@ -46,7 +50,13 @@ def written(layer: LayerPlan, keys: RowFormat, values: RowFormat, **changes: obj
     return replace(layer, key_format=keys, value_format=values, **changes)  # type: ignore[arg-type]
 
 
+def rotated(name: str, layer: LayerPlan = _FULL, seed: int = 42, **changes: object) -> LayerPlan:
+    """The layer in a mode of rotated rows; its heads have a size that is no power of two."""
+    return replace(written(layer, *_ROTATED[name], value_size=24, turboquant=TurboQuantPlan(seed)), **changes)  # type: ignore[arg-type]
+
+
 _MODES = {name: (keys, values) for name, keys, values in modes()}
+_ROTATED = {name: (keys, values) for name, keys, values in modes(rotated=True) if name not in _MODES}
 #: Plans by name: every kind of layer, rows in every mode, some of them mixed.
 PLANS: dict[str, ModelPlan] = {
     **{name: ModelPlan((written(_FULL, *pair),) * 2) for name, pair in _MODES.items()},
@@ -57,12 +67,17 @@ PLANS: dict[str, ModelPlan] = {
     ),
     "importance": ModelPlan((replace(_FULL, importance=True), written(_FULL, *_MODES["q8"], importance=True))),
     "window and importance": ModelPlan((replace(_WINDOW, importance=True), written(_WINDOW, *_MODES["q8k"], importance=True))),
+    "turboquant": ModelPlan((rotated("turboquant"), rotated("turboquant", key_size=64, seed=2**64 - 1))),
+    "one side rotated": ModelPlan((rotated("tqk"), rotated("tqv"), rotated("tq3k", seed=0))),
+    "window rotated": ModelPlan((rotated("turboquant", _WINDOW), rotated("tqv", _WINDOW))),
+    "tq3": ModelPlan((rotated("tq3", importance=True), rotated("tq3", heads=6, kv_heads=3, alive=(True, False, True)))),
+    "convolutions": ModelPlan((_CONV, rotated("turboquant"), _CONV, written(_FULL, *_MODES["f16"]))),
     "ring": ModelPlan((_RING, _FULL)),
     "recurrent": ModelPlan((_RECURRENT,)),
     "nystroem": ModelPlan((_NYSTROM, replace(_FM, importance=False))),
     "everything": ModelPlan(
         (written(_FULL, *_MODES["q8"], importance=True), _WINDOW, _RING, _RECURRENT, _NYSTROM, _SHARED,
-         written(_WINDOW, *_MODES["q8v"]))
+         written(_WINDOW, *_MODES["q8v"]), _CONV, rotated("turboquant"))
     ),
 }  # fmt: skip
 
@@ -89,10 +104,12 @@ def fill(cache: ModelCache, count: int, seed: int = 0) -> None:
 
 
 def save(
-    verbs: Verbs, identity: Identity, ids: Ids, cache: ModelCache, *, ack: Ack = "memory", held: int = 0
+    verbs: Verbs, identity: Identity, ids: Ids, cache: ModelCache, *, ack: Ack = "memory", held: int = 0,
+    anchors: Sequence[Anchor] = (),
 ) -> Saved:  # fmt: skip
     """Save what the cache holds of ``ids``."""
-    saved = verbs.save(identity, ids, records_of(cache, len(ids), held=held), ack=ack, lineage=cache.lineage)
+    records = records_of(cache, len(ids), held=held)
+    saved = verbs.save(identity, ids, records, ack=ack, lineage=cache.lineage, anchors=anchors)
     assert saved.stored, saved.reason
     return saved
 
@@ -106,6 +123,12 @@ def contents(cache: ModelCache, *, importance: bool = True) -> list[object]:
 
 def _feed_layer(layer: Layer, count: int, seed: int, *, attend: bool) -> F32:
     plan, at = layer.plan, layer.position
+    if isinstance(layer, ConvLayer):
+        inputs = np.empty((count, layer.state.shape[1]), np.float32)
+        for index in range(count):
+            inputs[index] = _numbers(seed, layer.index, at + index, inputs.shape[1])
+        layer.append(inputs)
+        return layer.state.copy()
     if isinstance(layer, RecurrentLayer):
         for position in range(at, at + count):
             layer.update(np.float32(0.9) * layer.state + _numbers(seed, layer.index, position, plan.state_size))
@@ -160,6 +183,8 @@ def _contents(layer: Layer, importance: bool) -> object:
             for far in group.far
         ]  # fmt: skip
         return layer.position, layer.sealed_rows, flat
+    if isinstance(layer, ConvLayer):
+        return layer.position, layer.state.tobytes()
     return layer.position, layer.state.tobytes(), layer.scratch
 
 

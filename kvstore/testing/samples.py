@@ -259,7 +259,7 @@ def _state_plane(seeds: npt.NDArray[np.uint64], index: int, kind: LayerKind, spe
         count = 1 if spec.role == PlaneRole.FIELD else count
         count = LANDMARKS if spec.role == PlaneRole.NYSTROM else count
         data = _bits(seeds[-1:], index, spec, count * row_bytes(spec.format, spec.row_shape, spec.role), salt=1)
-        shape = (count, *spec.row_shape)
+        shape = (count, *stored_shape(spec)[1])
     return PlaneRows(spec.role, spec.format, np.frombuffer(data, stored_shape(spec)[0]).reshape(shape))
 
 

@@ -33,6 +33,7 @@ from warmkv.schema.identity import (  # noqa: E402
 )
 from warmkv.schema.records import (  # noqa: E402
     CLEAN,
+    ROOT,
     Anchor,
     AnchorKind,
     Attachment,
@@ -135,6 +136,49 @@ STATE = segment.StateHeader(
 )
 
 
+#: Rows that were rotated: one of 64 channels, x_i = (i + 1) / 100, by the seed 42 in layer 0, as published.
+ROTATED_IDENTITY = replace(
+    IDENTITY,
+    layers=(
+        LayerSpec(
+            LayerKind.FULL,
+            (
+                PlaneSpec(KEY, PlaneFormat.TQ_KEY, (1, 64), "rotation seed 42"),
+                PlaneSpec(VALUE, PlaneFormat.TQ_VALUE, (1, 64), "rotation seed 42"),
+            ),
+        ),
+        LayerSpec(
+            LayerKind.SLIDING,
+            (PlaneSpec(KEY, PlaneFormat.TQ3, (2, 24), f"KV heads 0,2 of 4; rotation seed {2**64 - 1}"),),
+            window=9,
+        ),
+        LayerSpec(LayerKind.CONV, (PlaneSpec(PlaneRole.CONV, PlaneFormat.F32, (2, 24)),)),
+    ),
+)
+ROTATED_KEY = bytes.fromhex("6a6dd229e20558d485916f9d19aba53bad01b52170b6bda8fb415b35")
+ROTATED_VALUE = bytes.fromhex("6a6dd229e20558d485916f9d19aba53bfb41")
+ROTATED_PLANES, ROTATED_BYTES = segment.layout(
+    (
+        Plane(0, KEY, PlaneFormat.TQ_KEY, (1, 64), 0, 1, 28),
+        Plane(0, VALUE, PlaneFormat.TQ_VALUE, (1, 64), 0, 1, 18),
+        Plane(1, KEY, PlaneFormat.TQ3, (2, 24), 0, 1, 22),
+    )
+)
+ROTATED_PAYLOAD = (ROTATED_KEY.ljust(64, b"\0") + ROTATED_VALUE.ljust(64, b"\0") + payload(22)).ljust(ROTATED_BYTES, b"\0")
+ROTATED_SEGMENT = replace(
+    SEGMENT,
+    id=ids.segment_id(NAMESPACE, CLEAN, 0, coverage(ROTATED_PLANES), (), TOKENS[:1]),
+    lineage=CLEAN,
+    parent=ROOT,
+    start=0,
+    end=1,
+    tokens=TOKENS[:1],
+    attachments=(),
+    planes=ROTATED_PLANES,
+    digests=segment.payload_digests(ROTATED_PAYLOAD),
+)
+
+
 def container(header: segment.Header, body: bytes) -> bytes:
     """Head, padding and payload as they lie in a sealed memfd or an export file."""
     header = replace(header, digests=segment.payload_digests(body))
@@ -210,6 +254,8 @@ def golden_bytes() -> dict[str, bytes]:
     """File name to content of the binary golden files."""
     files = {
         "identity.bin": IDENTITY.canonical(),
+        "identity_rotated.bin": ROTATED_IDENTITY.canonical(),
+        "segment_rotated.bin": container(ROTATED_SEGMENT, ROTATED_PAYLOAD),
         "segment.bin": container(SEGMENT, payload(PAYLOAD_BYTES)),
         "state_head.bin": segment.encode_head(STATE, STATE_PAYLOAD_BYTES),
         "lmdb_usage.bin": lmdb_records.encode_usage(USAGE),

@@ -104,8 +104,8 @@ def test_specs_say_what_is_kept() -> None:
     assert {plane.parameters for plane in full.planes[:2]} == {"KV heads 1,2,4 of 5"}
     assert {plane.parameters for plane in other.planes} == {"none"}
     kinds = [spec.kind.name for spec in layer_specs(PLANS["everything"])]
-    assert kinds == ["HYBRID", "SLIDING", "RING", "RECURRENT", "NYSTROM", "SHARED", "SLIDING"]
-    assert [spec.kind.name for spec in layer_specs(PLANS["everything"], gaps=True)] == ["SPARSE", *kinds[1:]]
+    assert kinds == ["HYBRID", "SLIDING", "RING", "RECURRENT", "NYSTROM", "SHARED", "SLIDING", "CONV", "FULL"]
+    assert [spec.kind.name for spec in layer_specs(PLANS["everything"], gaps=True)] == ["SPARSE", *kinds[1:-1], "SPARSE"]
     seen = {layer_specs(plan) for plan in PLANS.values()}
     assert len(seen) == len(PLANS)
     alive = replace(PLANS["dead heads"].layers[0], alive=(True, True, True, False, False))

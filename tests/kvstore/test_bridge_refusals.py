@@ -15,7 +15,7 @@ from warmkv.kvstore.bridge import layer_specs, nystrom, on_prefix, restore_into,
 from warmkv.kvstore.live.layers.attention import AttentionLayer
 from warmkv.kvstore.live.layers.nystrom import NystromLayer
 from warmkv.kvstore.live.model import ModelCache
-from warmkv.kvstore.live.plan import ModelPlan, NystromPlan, RingPlan
+from warmkv.kvstore.live.plan import ConvPlan, ModelPlan, NystromPlan, RingPlan, TurboQuantPlan
 from warmkv.kvstore.live.rows.allocation import allocate
 from warmkv.kvstore.restored import Restored, RestoredLayer, RestoredPlane
 from warmkv.kvstore.rows import require_served
@@ -82,6 +82,11 @@ OTHERS = {
     "another state": with_layer(EVERYTHING, 3, state_size=34),
     "other landmarks": with_layer(EVERYTHING, 4, nystrom=NystromPlan(landmarks=7, window=5, sinks=2, boundary=48)),
     "another boundary": with_layer(EVERYTHING, 4, nystrom=NystromPlan(landmarks=6, window=5, sinks=2, boundary=50)),
+    "a convolution of fewer channels": with_layer(EVERYTHING, 7, conv=ConvPlan(channels=12, taps=3)),
+    "a convolution of fewer taps": with_layer(EVERYTHING, 7, conv=ConvPlan(channels=13, taps=2)),
+    "another seed": with_layer(EVERYTHING, 8, turboquant=TurboQuantPlan(seed=43)),
+    "one side plain": with_layer(EVERYTHING, 8, value_format=RowFormat.F32),
+    "keys of other bits": with_layer(EVERYTHING, 8, key_format=RowFormat.TQ3),
     "shared with another": with_layer(EVERYTHING, 5, shared_with=1),
     "a layer less": ModelPlan(EVERYTHING.layers[:-1]),
     "a layer more": ModelPlan((*EVERYTHING.layers, EVERYTHING.layers[0])),
@@ -180,6 +185,14 @@ BROKEN: dict[str, tuple[int, Callable[[RestoredLayer], RestoredLayer]]] = {
     "a smaller window": (1, with_rows(lambda plane: replace(plane, blocks=(plane.array()[1:],), starts=(63,)))),
     "no ring": (2, without(PlaneRole.VALUE)),
     "a ring of fewer rows": (2, with_state(PlaneRole.KEY, lambda rows: rows[1:])),
+    "no convolution": (7, without(PlaneRole.CONV)),
+    "a convolution of more taps": (7, with_state(PlaneRole.CONV, lambda rows: np.concatenate([rows, rows], axis=1))),
+    "a convolution turned round": (7, with_state(PlaneRole.CONV, lambda rows: rows.transpose(0, 2, 1))),
+    "two convolutions": (7, with_state(PlaneRole.CONV, lambda rows: np.concatenate([rows, rows]))),
+    "no rotated values": (8, without(PlaneRole.VALUE)),
+    "bytes of rotated keys cut": (8, with_rows(lambda plane: replace(plane, blocks=(plane.array()[:, 2:],)))),
+    "rotated keys as other numbers": (8, with_rows(lambda plane: replace(plane, blocks=(plane.array().view(np.int8),)))),
+    "fewer rotated keys": (8, with_rows(lambda plane: replace(plane, blocks=(plane.array()[:-1],)))),
     "no recurrent state": (3, without(PlaneRole.RECURRENT)),
     "a recurrent state of another size": (3, with_state(PlaneRole.RECURRENT, lambda rows: rows[:, 1:])),
     "no blob": (4, without(PlaneRole.NYSTROM)),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from make_golden import IDENTITY
+from make_golden import IDENTITY, ROTATED_IDENTITY
 
 from warmkv.schema import canonical, ids
 from warmkv.schema import identity as identity_module
@@ -25,6 +25,7 @@ from warmkv.schema.identity import (
     MAX_IDENTITY_BYTES,
     PATH_DEPENDENT_ROPE,
     ROPE_KINDS,
+    ROTATED_BYTES,
     SINGLE,
     AdapterRef,
     Identity,
@@ -37,6 +38,9 @@ from warmkv.schema.identity import (
     Topology,
     differing_fields,
     first_difference,
+    rotation_seed,
+    with_rotation,
+    without_rotation,
 )
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -133,8 +137,13 @@ def variants() -> Iterator[tuple[str, Identity]]:
     yield "plane role", with_key(role=PlaneRole.LATENT)
     for format_ in PlaneFormat:
         if format_ != K8.format:
-            yield f"key format {format_.name}", with_key(format=format_)
-            yield f"value format {format_.name}", with_value(format=format_)
+            rotated = {"parameters": "rotation seed 7"} if format_ in ROTATED_BYTES else {}
+            yield f"key format {format_.name}", with_key(format=format_, **rotated)
+            yield f"value format {format_.name}", with_value(format=format_, **rotated)
+    yield "rotation seed", with_key(format=PlaneFormat.TQ_KEY, parameters="rotation seed 8")
+    yield "rotation seed of 64 bits", with_key(format=PlaneFormat.TQ_KEY, parameters=f"rotation seed {2**64 - 1}")
+    yield "rotation seed and heads", with_key(format=PlaneFormat.TQ_KEY, parameters="KV heads 0 of 2; rotation seed 7")
+    yield "one side rotated", with_key(format=PlaneFormat.TQ_KEY, parameters="rotation seed 9")
     yield "heads", with_key(row_shape=(1, 64))
     yield "head size", with_key(row_shape=(2, 32))
     yield "shape flattened", with_key(row_shape=(128,))
@@ -218,6 +227,19 @@ def test_golden_identity() -> None:
     data = (GOLDEN / "identity.bin").read_bytes()
     assert IDENTITY.canonical() == data
     assert Identity.from_canonical(data) == IDENTITY
+
+
+def test_golden_identity_of_rotated_rows() -> None:
+    data = (GOLDEN / "identity_rotated.bin").read_bytes()
+    assert ROTATED_IDENTITY.canonical() == data
+    layers = (
+        (1, ((1, 13, (1, 64), "rotation seed 42"), (2, 14, (1, 64), "rotation seed 42")), 0, 0, 0, -1),
+        (2, ((1, 15, (2, 24), f"KV heads 0,2 of 4; rotation seed {2**64 - 1}"),), 9, 0, 0, -1),
+        (6, ((5, 1, (2, 24), "none"),), 0, 0, 0, -1),
+    )
+    values = tuple((name, layers if name == "layers" else value) for name, value in GOLDEN_VALUES)
+    assert data == spell(("identity", 1, values))
+    assert Identity.from_canonical(data) == ROTATED_IDENTITY
 
 
 def spell(value: object) -> bytes:
@@ -316,6 +338,37 @@ def test_numbers_of_enumerations_are_final() -> None:
         ("KEY", 1), ("VALUE", 2), ("LATENT", 3), ("INDEXER_KEY", 4), ("CONV", 5), ("RECURRENT", 6), ("RING", 7),
         ("NYSTROM", 8), ("BLOB", 9), ("IMPORTANCE", 10), ("LOGITS", 11), ("FIELD", 12),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("format_", sorted(ROTATED_BYTES))
+def test_rotated_rows_need_their_seed_and_whole_bytes(format_: PlaneFormat) -> None:
+    good = altered(K8, format=format_, parameters="rotation seed 0")
+    for size in (8, 24, 64, 65528):
+        with_layer(0, planes=(altered(good, row_shape=(2, size)), V8))
+    for size in (1, 4, 63, 65, 2**32 - 1):
+        with pytest.raises(IdentityError, match=f"KEY .{format_.name}.: heads of {size} channels, expected a multiple of 8"):
+            with_layer(0, planes=(altered(good, row_shape=(2, size)), V8))
+    for text in (
+        "none", "rotation seed", "rotation seed ", "rotation seed -1", "rotation seed 07", "rotation seed x", "Rotation seed 7",
+        "seed 7", f"rotation seed {2**64}", "rotation seed 7; KV heads 0 of 2", "rotation seed 7 ", "rotation seed 7\n",
+        "rotation seed \u0667",
+    ):  # fmt: skip
+        with pytest.raises(IdentityError, match="name no seed"):
+            with_layer(0, planes=(altered(good, parameters=text), V8))
+
+
+def test_seeds_are_read_as_they_were_written() -> None:
+    for seed in (0, 1, 42, 2**63, 2**64 - 1):
+        assert with_rotation(seed) == f"rotation seed {seed}"
+        assert with_rotation(seed, "KV heads 0,2 of 4") == f"KV heads 0,2 of 4; rotation seed {seed}"
+        assert rotation_seed(with_rotation(seed)) == rotation_seed(with_rotation(seed, "KV heads 0,2 of 4")) == seed
+    for text in ("none", "KV heads 0,2 of 4", "a; b"):
+        assert without_rotation(with_rotation(5, text)) == without_rotation(text) == text
+    wrong: tuple[Any, ...] = (-1, 2**64, 1.0, True, None, "7")
+    for seed in wrong:
+        with pytest.raises(IdentityError, match="rotation seed"):
+            with_rotation(seed)
+    assert rotation_seed("none") is None and rotation_seed("group=32") is None
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ from __future__ import annotations
 import struct
 from dataclasses import replace
 
+import flatbuffers
 import numpy as np
 import pytest
 
 from warmkv.schema import kvcache_file as kv
-from warmkv.schema.errors import FormatError, TooNewError, UnsupportedError, WarmKVError
+from warmkv.schema.errors import FormatError, TooNewError, WarmKVError
 from warmkv.schema.kvcache_file import KvFile, KvLayer, Tag
 from warmkv.schema.records import Anchor, AnchorKind
 
@@ -19,12 +20,19 @@ def octets(data: bytes) -> kv.Octets:
     return np.frombuffer(data, np.uint8)
 
 
+def blob(magic: bytes, heads: int, channels: int, rows: int, size: int, fill: int) -> kv.Octets:
+    """A TurboQuant blob with a body of any bytes."""
+    body = bytes((fill + 7 * at) % 251 for at in range(size))
+    return octets(magic + struct.pack("<3I", heads, channels, rows) + body)
+
+
 NONE = octets(b"")
 TOKENS = np.array([100, 101, 2**32 - 1], "<u4")
 LAYERS = (
     KvLayer(Tag.ATTENTION, octets(bytes(range(24))), octets(bytes(range(100, 124)))),
     KvLayer(Tag.CONV, octets(bytes(range(200, 208))), NONE),
     KvLayer(Tag.ATTENTION_F16, octets(bytes(12)), octets(bytes(range(12)))),
+    KvLayer(Tag.TURBOQUANT, blob(b"TQK1", 2, 8, 3, 2 * 3 * 7, 1), blob(b"TQV1", 2, 8, 3, 2 * 3 * 4, 2)),
 )
 FILE = KvFile(0x1122334455667788, TOKENS, LAYERS, 2, AnchorKind.TOOL_CALL, 0xDEADBEEF, 0)
 
@@ -120,6 +128,89 @@ def test_what_is_written_is_read_by_hand_and_by_us() -> None:
     assert raw[root + offsets[6]] == 2 and struct.unpack_from("<Q", raw, root + offsets[7])[0] == 0xDEADBEEF
 
 
+def as_its_home_writes_it(file: KvFile) -> bytes:
+    """The bytes of a file through the FlatBuffers runtime alone, in the order of the generated constructor:
+    vectors first, then the fields of a table by width, those declared last first."""
+    builder = flatbuffers.Builder(16)
+    tables = []
+    for item in file.layers:
+        keys = builder.CreateByteVector(item.keys.tobytes())
+        values = None if item.tag == Tag.CONV else builder.CreateByteVector(item.values.tobytes())
+        builder.StartObject(3)
+        if values is not None:
+            builder.PrependUOffsetTRelativeSlot(2, values, 0)
+        builder.PrependUOffsetTRelativeSlot(1, keys, 0)
+        builder.PrependUint8Slot(0, int(item.tag), 0)
+        tables.append(builder.EndObject())
+    builder.StartVector(4, len(tables), 4)
+    for table in reversed(tables):
+        builder.PrependUOffsetTRelative(table)
+    layers = builder.EndVector()
+    builder.StartVector(4, len(file.tokens), 4)
+    for token in reversed(file.tokens.tolist()):
+        builder.PrependUint32(token)
+    tokens = builder.EndVector()
+    builder.StartObject(9)
+    builder.PrependUint64Slot(7, file.semantic_hash, 0)
+    builder.PrependUint64Slot(0, file.fingerprint, 0)
+    builder.PrependUint32Slot(8, file.shift_offset, 0)
+    builder.PrependUint32Slot(5, file.anchor_depth, 0)
+    builder.PrependUint32Slot(4, 2, 0)
+    builder.PrependUOffsetTRelativeSlot(3, layers, 0)
+    builder.PrependUOffsetTRelativeSlot(2, tokens, 0)
+    builder.PrependUint32Slot(1, len(file.tokens), 0)
+    builder.PrependUint8Slot(6, int(file.boundary_kind), 0)
+    builder.Finish(builder.EndObject())
+    return bytes(builder.Output())
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        FILE,
+        replace(FILE, shift_offset=9),
+        KvFile(1, TOKENS, LAYERS[1:2]),
+        KvFile(2**64 - 1, TOKENS, LAYERS[3:], 0, AnchorKind.TURN),
+    ],
+)  # fmt: skip
+def test_files_are_written_byte_for_byte_as_their_home_writes_them(file: KvFile) -> None:
+    assert kv.encode(file) == as_its_home_writes_it(file)
+    assert same(kv.decode(as_its_home_writes_it(file)), file)
+
+
+def test_the_golden_blobs_of_one_row_are_read() -> None:
+    """Seed 42, layer 0, k_i = (i + 1) / 100, 64 channels."""
+    codes = "6a6dd229e20558d485916f9d19aba53b"
+    keys = octets(bytes.fromhex("54514b31010000004000000001000000" + codes + "ad01b52170b6bda8" + "fb415b35"))
+    values = octets(bytes.fromhex("54515631010000004000000001000000" + codes + "fb41"))
+    file = KvFile(3, TOKENS[:1], (KvLayer(Tag.TURBOQUANT, keys, values),))
+    assert same(kv.decode(kv.encode(file)), file) and same(kv.decode(by_hand(file)), file)
+
+
+@pytest.mark.parametrize(
+    ("side", "bad", "words"),
+    [
+        (0, blob(b"TQV1", 2, 8, 3, 42, 0), "begin with b'TQV1', expected b'TQK1'"),
+        (1, blob(b"TQK1", 2, 8, 3, 24, 0), "begin with b'TQK1'"),
+        (0, blob(b"TQK1", 0, 8, 3, 0, 0), "0 heads"),
+        (0, blob(b"TQK1", 2, 0, 3, 24, 0), "0 channels"),
+        (0, blob(b"TQK1", 2, 4, 3, 33, 0), "4 channels"),
+        (1, blob(b"TQV1", 2, 4, 3, 18, 0), "4 channels"),
+        (0, blob(b"TQK1", 2, 8, 2, 28, 0), "2 rows"),
+        (0, blob(b"TQK1", 2, 8, 3, 41, 0), "57 bytes"),
+        (0, blob(b"TQK1", 2, 8, 3, 43, 0), "59 bytes"),
+        (1, blob(b"TQV1", 2**32 - 1, 2**32 - 8, 3, 24, 0), "take"),
+        (0, octets(b"TQK1\0\0\0\0"), "8 bytes"),
+        (1, NONE, "0 bytes"),
+    ],
+)
+def test_turboquant_pairs_that_are_none_are_refused(side: int, bad: kv.Octets, words: str) -> None:
+    pair = [LAYERS[3].keys, LAYERS[3].values]
+    pair[side] = bad
+    with pytest.raises(FormatError, match=f"layer 0, TurboQuant {('keys', 'values')[side]}.*{words}"):
+        kv.decode(by_hand(replace(FILE, layers=(KvLayer(Tag.TURBOQUANT, *pair),))))
+
+
 def test_a_zero_shift_and_no_anchor_are_left_out_and_read_as_zero() -> None:
     plain = KvFile(1, TOKENS, LAYERS)
     assert same(kv.decode(kv.encode(plain)), plain) and kv.decode(kv.encode(plain)).anchor is None
@@ -155,11 +246,6 @@ def test_versions() -> None:
             kv.decode(by_hand(version=bytes([version])))
     with pytest.raises(TooNewError):
         kv.decode(by_hand(version=b"\3\0\0\0"))
-
-
-def test_turboquant_is_refused_in_words() -> None:
-    with pytest.raises(UnsupportedError, match="layer 0 is TurboQuant"):
-        kv.decode(by_hand(tags={0: 2}))
 
 
 def layer(tag: Tag, keys: int, values: int) -> KvLayer:

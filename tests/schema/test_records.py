@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from make_golden import ANCHORS, ATTACHMENTS, PLANES
 
 from warmkv.schema.errors import FormatError, RecordError
+from warmkv.schema.identity import ROTATED_BYTES as ROTATED
 from warmkv.schema.identity import PlaneFormat, PlaneRole
 from warmkv.schema.records import (
     ANCHOR_DTYPE,
@@ -239,7 +240,9 @@ def planes(draw: st.DrawFn) -> Plane:
     format_ = draw(st.sampled_from(PlaneFormat))
     shape = tuple(draw(st.lists(st.integers(1, 2**15), min_size=1, max_size=4)))
     role = draw(st.sampled_from(PlaneRole))
-    bytes_ = row_bytes(format_, shape, role) if has_row_bytes(format_) else draw(st.integers(1, 2**64 - 1))
+    if format_ in ROTATED:
+        shape = (*shape[:-1], 8 * shape[-1])
+    bytes_ = row_bytes(format_, shape, role)
     numbers = [draw(U64) for _ in range(3)]
     field = draw(st.binary(min_size=16, max_size=16))
     return Plane(draw(U32), role, format_, shape, numbers[0], numbers[1], bytes_, numbers[2], field)
@@ -322,7 +325,7 @@ def test_row_bytes_by_element() -> None:
 
 KEY, VALUE = PlaneRole.KEY, PlaneRole.VALUE
 #: Bytes of one row, counted by hand: a block is 32 elements of one head, the last one padded; Q8_2F
-#: has an f32 scale for each 32 elements of a key's head, and one for a value's head.
+#: has an f32 scale for each 32 elements of a key's head, and one for a value's head; TurboQuant has bits and f16s.
 ROW_BYTES: list[tuple[PlaneFormat, tuple[int, ...], PlaneRole, int]] = [
     (PlaneFormat.Q8_0, (1, 32), KEY, 34), (PlaneFormat.Q8_0, (3, 64), VALUE, 3 * 2 * 34),
     (PlaneFormat.Q8_0, (2, 33), KEY, 2 * 68), (PlaneFormat.Q8_0, (1,), KEY, 34),
@@ -334,6 +337,10 @@ ROW_BYTES: list[tuple[PlaneFormat, tuple[int, ...], PlaneRole, int]] = [
     (PlaneFormat.Q8_2F, (1, 32), KEY, 32 + 4), (PlaneFormat.Q8_2F, (8, 128), KEY, 8 * (128 + 16)),
     (PlaneFormat.Q8_2F, (2, 33), KEY, 2 * (33 + 8)), (PlaneFormat.Q8_2F, (1, 32), VALUE, 32 + 4),
     (PlaneFormat.Q8_2F, (8, 128), VALUE, 8 * (128 + 4)), (PlaneFormat.Q8_2F, (2, 33), VALUE, 2 * (33 + 4)),
+    (PlaneFormat.TQ_KEY, (1, 64), KEY, 28), (PlaneFormat.TQ_KEY, (8, 128), KEY, 8 * 52), (PlaneFormat.TQ_KEY, (3, 40), KEY, 57),
+    (PlaneFormat.TQ_VALUE, (1, 64), VALUE, 18), (PlaneFormat.TQ_VALUE, (8, 128), VALUE, 8 * 34),
+    (PlaneFormat.TQ_VALUE, (8,), VALUE, 4), (PlaneFormat.TQ3, (1, 64), KEY, 26), (PlaneFormat.TQ3, (8, 128), KEY, 8 * 50),
+    (PlaneFormat.TQ3, (5, 8), KEY, 5 * 5),
 ]  # fmt: skip
 
 
@@ -347,15 +354,17 @@ def test_row_bytes_of_packed_formats(format_: PlaneFormat, shape: tuple[int, ...
             unpack_planes(plane_row(**sizes, row_bytes=other))
 
 
-def test_formats_without_a_size_of_their_own_are_named() -> None:
-    open_ended = {PlaneFormat.TQ_KEY, PlaneFormat.TQ_VALUE, PlaneFormat.TQ3}
-    assert {format_ for format_ in PlaneFormat if not has_row_bytes(format_)} == open_ended
-    for format_ in open_ended:
-        with pytest.raises(RecordError, match=format_.name):
-            row_bytes(format_, (3, 5))
-        assert unpack_planes(plane_row(format=int(format_), row_bytes=61))[0].row_bytes == 61
-        with pytest.raises(FormatError):
-            unpack_planes(plane_row(format=int(format_), row_bytes=0))
+@pytest.mark.parametrize("format_", sorted(ROTATED))
+def test_rotated_rows_have_bytes_where_eight_channels_fill_them(format_: PlaneFormat) -> None:
+    for shape in ((3, 5), (2, 8, 12), (63,), (8, 4)):
+        assert not has_row_bytes(format_, shape)
+        with pytest.raises(RecordError, match=rf"{format_.name} with heads of {shape[-1]} channels"):
+            row_bytes(format_, shape)
+        padded = shape + (0,) * (4 - len(shape))
+        with pytest.raises(FormatError, match="bytes a row"):
+            unpack_planes(plane_row(format=int(format_), dims=len(shape), shape=padded, row_bytes=61))
+    assert all(has_row_bytes(other, (3, 5)) for other in PlaneFormat if other not in ROTATED)
+    assert row_bytes(format_, (2**32 - 1, 2**32 - 1, 2**31, 2**31)) > 2**100, "sizes do not wrap"
 
 
 # -- tables -----------------------------------------------------------------------------------

@@ -30,6 +30,8 @@ from make_golden import (
     PARENT,
     PAYLOAD_BYTES,
     PLANES,
+    ROTATED_PAYLOAD,
+    ROTATED_SEGMENT,
     SEGMENT,
     STATE,
     STATE_PAYLOAD_BYTES,
@@ -208,6 +210,20 @@ def test_golden_state() -> None:
     assert segment.decode_head(data).header == STATE
 
 
+def test_golden_segment_of_rotated_rows() -> None:
+    data = (GOLDEN / "segment_rotated.bin").read_bytes()
+    assert container(ROTATED_SEGMENT, ROTATED_PAYLOAD) == data
+    head = segment.decode_head(data, len(data))
+    assert same(head.header, ROTATED_SEGMENT)
+    assert [(plane.format.value, plane.row_shape, plane.offset, plane.row_bytes) for plane in head.header.planes] == [
+        (13, (1, 64), 0, 28), (14, (1, 64), 64, 18), (15, (2, 24), 128, 22)
+    ]  # fmt: skip
+    norms = struct.pack("<ee", 2.990234375, 0.334716796875)
+    codes, signs = bytes.fromhex("6a6dd229e20558d485916f9d19aba53b"), bytes.fromhex("ad01b52170b6bda8")
+    assert data[4096:4124] == codes + signs + norms
+    assert data[4160:4178] == codes + norms[:2]
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "payload_bytes"), [("segment.bin", 1, PAYLOAD_BYTES), ("state_head.bin", 2, STATE_PAYLOAD_BYTES)]
 )
@@ -270,7 +286,8 @@ def plane_sets(draw: st.DrawFn) -> tuple[Plane, ...]:
             format_ = draw(
                 st.sampled_from([PlaneFormat.F32, PlaneFormat.BF16, PlaneFormat.RAW, PlaneFormat.Q8_2F, PlaneFormat.TQ3])
             )
-            size = row_bytes(format_, shape, role) if format_ != PlaneFormat.TQ3 else draw(st.integers(1, 999))
+            shape = (*shape[:-1], 8 * shape[-1]) if format_ == PlaneFormat.TQ3 else shape
+            size = row_bytes(format_, shape, role)
             first = draw(st.integers(0, 10))
             planes.append(Plane(layer, role, format_, shape, first, draw(st.integers(0, 20 - first)), size))
     return tuple(planes)
@@ -558,7 +575,7 @@ BAD_PLANES: dict[str, tuple[int, list[Plane]]] = {
     "outside": (640, [keyed(offset=640)]),
     "behind the end": (640, [keyed(offset=384)]),
     "offset beyond 64 bits": (640, [keyed(offset=2**64 - 64)]),
-    "bytes beyond 64 bits": (640, [replace(keyed(row_bytes=2**63), format=PlaneFormat.TQ3)]),
+    "bytes beyond 64 bits": (640, [keyed(row_bytes=2**63, row_shape=(2**31, 2**30), rows=2)]),
     "rows before the segment": (640, [keyed(first_row=2, rows=6)]),
     "rows behind the segment": (640, [keyed(first_row=4)]),
     "rows elsewhere": (640, [keyed(first_row=2**63)]),
