@@ -1,7 +1,7 @@
 """The modes of the quality harness: how a cache is made, over which windows, what of them is scored.
 
 A later storage format becomes a mode by appearing in `plan.modes`; anything else that makes a LiveCache
-is one more entry of `modes_of`.
+is one more entry of `suite`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import torch
 
 from warmkv.kernels.dispatch import Backend
 from warmkv.kernels.nystrom.reference import Rectifier
-from warmkv.kvstore.integrations.hf_live import LiveCache
+from warmkv.kernels.turboquant.reference import Estimator
+from warmkv.kvstore.integrations.hf_live import LiveCache, plan_of
 from warmkv.kvstore.live.evict import Mass, Policy, Recent
-from warmkv.kvstore.live.plan import NystromPlan, modes
+from warmkv.kvstore.live.plan import NystromPlan, TurboQuantPlan, modes
 
-SUITES = ("formats", "eviction", "nystrom")
+SUITES = ("formats", "turboquant", "eviction", "nystrom")
 #: The mode all others are compared with.
 BASELINE = "f32"
 
@@ -56,6 +57,8 @@ def suite(name: str, *, tokens: int = 0, chunk: int = 0) -> Suite:
     if name == "formats":
         tokens, chunk = tokens or 8192, chunk or 512
         return Suite(name, tokens, chunk, tuple(Mode(mode, _stored(mode), baseline=mode == BASELINE) for mode, _, _ in modes()))
+    if name == "turboquant":
+        return Suite(name, tokens or 8192, chunk or 512, tuple(_rotations()))
     tokens, chunk = tokens or 2048, chunk or 64
     if name == "eviction":
         return Suite(name, tokens, chunk, (Mode("full", _stored(BASELINE), baseline=True), *_evictions(tokens, chunk)))
@@ -67,6 +70,25 @@ def suite(name: str, *, tokens: int = 0, chunk: int = 0) -> Suite:
 def _stored(mode: str) -> Callable[[torch.nn.Module, Setting], LiveCache]:
     def make(model: torch.nn.Module, setting: Setting) -> LiveCache:
         return LiveCache(model, mode, backend=setting.backend, threads=setting.threads)
+
+    return make
+
+
+def _rotations() -> list[Mode]:
+    """TurboQuant with each weight of its signs, one side only, and keys of three bits, beside two others."""
+    found = [Mode(BASELINE, _stored(BASELINE), baseline=True), *(Mode(name, _stored(name)) for name in ("f16", "q8"))]
+    for name, _, _ in modes(rotated=True)[len(modes()) :]:
+        if name in ("turboquant", "tqk"):
+            found += [Mode(f"{name} {estimator.value}", _turned(name, estimator)) for estimator in Estimator]
+        else:
+            found.append(Mode(name, _stored(name)))
+    return found
+
+
+def _turned(mode: str, estimator: Estimator) -> Callable[[torch.nn.Module, Setting], LiveCache]:
+    def make(model: torch.nn.Module, setting: Setting) -> LiveCache:
+        plan = plan_of(model, mode, turboquant=TurboQuantPlan(estimator=estimator))
+        return LiveCache(model, plan=plan, backend=setting.backend, threads=setting.threads)
 
     return make
 

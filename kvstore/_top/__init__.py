@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from warmkv.kvstore.rows import LayerRows as LayerRows
     from warmkv.kvstore.rows import LayerState as LayerState
     from warmkv.kvstore.rows import PlaneRows as PlaneRows
+    from warmkv.kvstore.store import PrefixCache as PrefixCache
     from warmkv.kvstore.store import Store as Store
     from warmkv.kvstore.store import open_store as open_store
     from warmkv.schema.errors import WarmKVError as WarmKVError
@@ -44,7 +45,7 @@ _HOMES = {
     "warmkv.kvstore.results": ["Match", "Offer", "Saved"],
     "warmkv.kvstore.restored": ["Flight", "Restored"],
     "warmkv.kvstore.rows": ["LayerRows", "LayerState", "PlaneRows"],
-    "warmkv.kvstore.store": ["Store", "open_store"],
+    "warmkv.kvstore.store": ["PrefixCache", "Store", "open_store"],
     "warmkv.schema.errors": ["WarmKVError"],
     "warmkv.schema.identity": [
         "SINGLE", "AdapterRef", "Identity", "LayerKind", "LayerSpec", "PlaneFormat", "PlaneRole", "PlaneSpec", "RopeRegime",

@@ -31,7 +31,7 @@ register()
 class LiveCache(Cache):
     """The cache of one sequence, for ``generate(cache=...)`` and for ``forward``.
 
-    ``mode`` is one of f32, f16, bf16, q8, q8k, q8v. With ``max_rows`` the cache asks for eviction at so
+    ``mode`` is one of `plan.modes`, rotated ones included. With ``max_rows`` the cache asks for eviction at so
     many rows and goes down to ``keep_rows`` (half of it by default) before the next tokens, as
     ``policy`` chooses. With ``nystrom`` full layers hold rows up to the plan's boundary and a state of
     constant size from there on. ``plan`` replaces what would be planned from the model.

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from warmkv.kernels.formats import F32
 from warmkv.kvstore.integrations import hf_layers
 from warmkv.kvstore.integrations.hf_cache import new_cache
-from warmkv.kvstore.live.plan import LayerPlan, ModelPlan, NystromPlan, modes
+from warmkv.kvstore.live.plan import LayerPlan, ModelPlan, NystromPlan, TurboQuantPlan, modes
 from warmkv.schema.errors import RecordError, UnsupportedError
 from warmkv.schema.identity import LayerKind
 
@@ -26,18 +26,21 @@ _SOFTCAPPED = frozenset({"gemma2"})
 
 
 def plan_of(
-    model: torch.nn.Module, mode: str = "f32", *, importance: bool = False, nystrom: NystromPlan | None = None, max_rows: int = 0
-) -> ModelPlan:
+    model: torch.nn.Module, mode: str = "f32", *, importance: bool = False, nystrom: NystromPlan | None = None, max_rows: int = 0,
+    turboquant: TurboQuantPlan | None = None,
+) -> ModelPlan:  # fmt: skip
     """What a live cache of ``model`` keeps: all layers in storage ``mode`` (see `plan.modes`), full
     layers in constant memory where ``nystrom`` is given. ``importance`` keeps the attention mass of
-    every row, which eviction by mass needs; ``max_rows`` is where eviction begins.
+    every row, which eviction by mass needs; ``max_rows`` is where eviction begins. ``turboquant`` is for
+    modes of rotated rows, which have their defaults otherwise.
 
     Raises RecordError for a mode nobody knows, UnsupportedError, naming the layer, for layers that are
     no attention over keys and values of their own."""
-    formats = {name: (keys, values) for name, keys, values in modes()}
+    formats = {name: (keys, values) for name, keys, values in modes(rotated=True)}
     if mode not in formats:
         raise RecordError(f"storage mode {mode!r}; expected one of {', '.join(formats)}")
     keys, values = formats[mode]
+    turned = (turboquant or TurboQuantPlan()) if keys.rotated or values.rotated else None
     config = cast(PreTrainedConfig, model.config)
     text = config.get_text_config(decoder=True)
     heads = int(text.num_attention_heads)
@@ -53,6 +56,7 @@ def plan_of(
                 kind=LayerKind.NYSTROM if constant else kind, heads=heads, kv_heads=kv_heads, key_size=size, value_size=size,
                 key_format=keys, value_format=values, window=window, scale=scales.get(index, 0.0), softcap=softcap,
                 importance=importance and kind is LayerKind.FULL and constant is None, nystrom=constant,
+                turboquant=turned,
             )
         )  # fmt: skip
     return ModelPlan(tuple(layers), max_rows=max_rows)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from warmkv.kernels.dispatch import Backend
-from warmkv.kvstore.bridge import field_digests, has_gaps, layer_specs, on_prefix, records_of, restore_into
+from warmkv.kvstore.bridge import attention_of, field_digests, has_gaps, layer_specs, on_prefix, records_of, restore_into
 from warmkv.kvstore.integrations import hf_request
 from warmkv.kvstore.integrations.hf_adapters import base_model
 from warmkv.kvstore.integrations.hf_geometry import Geometry
@@ -25,7 +25,7 @@ from warmkv.kvstore.integrations.hf_live import LiveCache
 from warmkv.kvstore.integrations.hf_live_plan import plan_of
 from warmkv.kvstore.integrations.hf_tensors import Weights
 from warmkv.kvstore.live.evict import Mass, Policy
-from warmkv.kvstore.live.plan import ModelPlan, NystromPlan
+from warmkv.kvstore.live.plan import ModelPlan, NystromPlan, TurboQuantPlan
 from warmkv.kvstore.results import Match, Saved
 from warmkv.kvstore.verbs import Ack
 from warmkv.schema.errors import RecordError
@@ -53,8 +53,8 @@ class LivePrefixes(Protocol):
 
 class LiveStore:
     """Makes, loads and saves the live caches of one model, all alike: ``mode``, ``policy``, ``max_rows``,
-    ``keep_rows``, ``nystrom``, ``backend`` and ``threads`` are those of `LiveCache`, ``weights`` and
-    ``salt`` those of `PromptCache`.
+    ``keep_rows``, ``nystrom``, ``backend`` and ``threads`` are those of `LiveCache`, ``turboquant`` that of
+    `plan_of`, ``weights`` and ``salt`` those of `PromptCache`.
 
     Raises UnsupportedError for models and states of models that are not served.
 
@@ -64,9 +64,12 @@ class LiveStore:
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, prefixes: LivePrefixes, mode: str = "f32", *,
         policy: Policy | None = None, max_rows: int = 0, keep_rows: int = 0, nystrom: NystromPlan | None = None,
         backend: Backend = "auto", threads: int = 1, weights: Weights = "auto", salt: str | bytes | None = None,
+        turboquant: TurboQuantPlan | None = None,
     ) -> None:  # fmt: skip
         base = base_model(model)
-        self.plan = plan_of(base, mode, importance=isinstance(policy, Mass), nystrom=nystrom, max_rows=max_rows)
+        self.plan = plan_of(
+            base, mode, importance=isinstance(policy, Mass), nystrom=nystrom, max_rows=max_rows, turboquant=turboquant
+        )
         self._model, self._prefixes = base, prefixes
         self._policy, self._keep_rows, self._backend, self._threads = policy, keep_rows, backend, threads
         self._identity = _LiveIdentity(model, tokenizer, self.plan, weights=weights, salt=salt)
@@ -82,7 +85,11 @@ class LiveStore:
     def identity(self, *, gaps: bool = False) -> Identity:
         """Identity of the model as it is now, and of what its caches keep. ``gaps``: of caches from which
         rows were evicted."""
-        return replace(self._identity.now(), layers=layer_specs(self.plan, gaps=gaps), runtime_state_version=STATE_VERSION)
+        now = self._identity.now()
+        return replace(
+            now, layers=layer_specs(self.plan, gaps=gaps), attention=attention_of(self.plan, now.attention),
+            runtime_state_version=STATE_VERSION,
+        )  # fmt: skip
 
     def load(
         self, ids: TokensLike | torch.Tensor, *, lineage: Lineage = CLEAN, gaps: bool = False, copy: bool = False

@@ -39,7 +39,7 @@ from warmkv.kvstore.testing.samples import (
 )  # fmt: skip
 from warmkv.schema import frame, ids, kvcache_file, pack_file, segment, summary
 from warmkv.schema import messages as m
-from warmkv.schema.identity import Identity, LayerKind, PlaneFormat, PlaneRole
+from warmkv.schema.identity import Identity, LayerKind, LayerSpec, PlaneFormat, PlaneRole, PlaneSpec, with_rotation
 from warmkv.schema.records import CLEAN, ROOT, Anchor, AnchorKind, Attachment, NamespaceKey, RecordId, as_tokens
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -161,17 +161,43 @@ def frames() -> list[bytes]:
     return [*torn, b"\2\5" + b"".join(framed[:5]), *announced]
 
 
+def _kvcache_model() -> Identity:
+    """Rows of f32, rows of f16, a convolution, and a pair of TurboQuant; heads of 8 channels."""
+    sides = (PlaneRole.KEY, PlaneRole.VALUE)
+    formats = [(PlaneFormat.F32,) * 2, (PlaneFormat.F16,) * 2, (PlaneFormat.TQ_KEY, PlaneFormat.TQ_VALUE)]
+    seeds = ("none", "none", with_rotation(7))
+    rows = [
+        LayerSpec(LayerKind.FULL, tuple(PlaneSpec(*one, (2, 8), seed) for one in zip(sides, pair, strict=True)))
+        for pair, seed in zip(formats, seeds, strict=True)
+    ]
+    conv = LayerSpec(LayerKind.CONV, (PlaneSpec(PlaneRole.CONV, PlaneFormat.F32, (1, 5)),))
+    return mixed_identity(rows[0], rows[1], conv, rows[2])
+
+
+#: What `kvcaches` are read as.
+KVCACHE_MODEL = _kvcache_model()
+
+
 def kvcaches() -> list[bytes]:
-    """Files of another program: attention of both widths, and a convolution."""
-    tokens, rows = as_tokens(TOKENS[:6]), np.arange(6 * 16, dtype="u1")
+    """Files of another program: attention of both widths, a convolution, a TurboQuant pair."""
+    tokens, rows = as_tokens(TOKENS[:3]), np.arange(3 * 64, dtype="u1")
     attention = kvcache_file.KvLayer(kvcache_file.Tag.ATTENTION, rows, rows[::-1].copy())
-    narrow = kvcache_file.KvLayer(kvcache_file.Tag.ATTENTION_F16, rows[:48], rows[:24])
+    narrow = kvcache_file.KvLayer(kvcache_file.Tag.ATTENTION_F16, rows[:96], rows[96:])
     convolution = kvcache_file.KvLayer(kvcache_file.Tag.CONV, rows[:20], rows[:0])
+    heads = ((b"TQK1", 42), (b"TQV1", 24))
+    blobs = (np.frombuffer(magic + struct.pack("<3I", 2, 8, 3) + bytes(range(size)), "u1") for magic, size in heads)
+    pair = kvcache_file.KvLayer(kvcache_file.Tag.TURBOQUANT, *blobs)
     files = (
-        kvcache_file.KvFile(1, tokens, (attention,)),
-        kvcache_file.KvFile(2**64 - 1, tokens, (attention, convolution, narrow), 2, AnchorKind.TOOL_CALL, 2**63, 5),
+        kvcache_file.KvFile(1, tokens, (attention, narrow, convolution, pair)),
+        kvcache_file.KvFile(2**64 - 1, tokens, (attention, narrow, convolution, pair), 2, AnchorKind.TOOL_CALL, 2**63, 5),
     )
     return [kvcache_file.encode(file) for file in files]
+
+
+def tables() -> list[bytes]:
+    """What is said of the model of such files."""
+    about = 'model_id = "cpu:tq3kv-s7:m"\narchitecture = "a"\nhidden_size = 16\nn_heads = 2\n'
+    return [(about + line).encode() for line in ('namespace = "abcd01"\n', 'identity = "m.identity"\n')]
 
 
 def packs() -> list[bytes]:

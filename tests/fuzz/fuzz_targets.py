@@ -27,6 +27,8 @@ from fuzz_mutation import Repair, repair_container, repair_head, repair_nothing,
 from warmkv.daemon import config
 from warmkv.kvstore import geometry, memfd
 from warmkv.kvstore.channel import Channel, Deadline
+from warmkv.kvstore.kvcache import about as descriptions
+from warmkv.kvstore.kvcache import fingerprint, layers
 from warmkv.kvstore.live import wire, wire_record
 from warmkv.kvstore.results import Match
 from warmkv.kvstore.store import importing
@@ -249,6 +251,30 @@ def run_kvcache(data: bytes) -> None:
         assert (one.tag, one.keys.tobytes(), one.values.tobytes()) == (other.tag, other.keys.tobytes(), other.values.tobytes())
 
 
+def run_kvcache_rows(data: bytes) -> None:
+    """A file as rows of a model: they are the model's, and the same bytes again as layers of a file."""
+    file, identity = kvcache_file.decode(data), samples.KVCACHE_MODEL
+    if len(file.layers) != len(identity.layers):
+        return
+    about = descriptions.About("", "cpu:m", "a", 16, 2)
+    with suppress(errors.FormatError, errors.UnsupportedError):
+        fingerprint.require_model(file, about, identity)
+    for record in layers.records_of(file, identity):
+        found, spec = file.layers[record.layer], identity.layers[record.layer]
+        again = layers.layer_of(record.layer, spec, found.tag, {plane.role: plane.rows for plane in record.planes})
+        assert (again.keys.tobytes(), again.values.tobytes()) == (found.keys.tobytes(), found.values.tobytes())
+
+
+def run_table(data: bytes) -> None:
+    """A description of such files."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return
+    found = descriptions.parse(text)
+    assert bool(found.namespace) != bool(found.identity) or not found.namespace
+
+
 @cache
 def _live_layers() -> tuple[Any, ...]:
     return tuple(samples.live_layer(number, 3) for number in range(len(samples.LIVE)))
@@ -331,7 +357,7 @@ def run_config(data: bytes) -> None:
     config.load({}, path, {"HOME": "/nowhere", "XDG_RUNTIME_DIR": "/nowhere"})
 
 
-VERBS = ("status", "stats", "ls", "show", "verify", "health", "watch", "scrub", "evict", "reload-status", "nonsense")
+VERBS = ("status", "stats", "ls", "show", "verify", "health", "watch", "scrub", "evict", "reload-status", "nonsense", "identity")
 
 
 def run_arguments(data: bytes) -> None:
@@ -382,6 +408,8 @@ TARGETS = {
         Target("container", run_container, samples.containers, _COMMIT, 48, MIB, repair_container),
         Target("pack", run_pack, samples.packs, _PACK, 48, 6 * MIB, repair_pack),
         Target("kvcache", run_kvcache, samples.kvcaches, (errors.FormatError, errors.UnsupportedError), 48, 256 * KIB),
+        Target("kvcache_rows", run_kvcache_rows, samples.kvcaches, (errors.FormatError, errors.UnsupportedError), 48, 256 * KIB),
+        Target("table", run_table, samples.tables, (errors.FormatError,), 48, NESTING_BYTES),
         Target("layer", run_layer, samples.layer_records, (errors.FormatError,), 48, 256 * KIB),
         Target("request", run_request, samples.requests, _REQUEST, 64, MIB),
         Target("values", run_values, samples.values, (errors.FormatError, errors.IdentityError), 48, 256 * KIB, repair_value),

@@ -25,6 +25,7 @@ FileVerb = Callable[["Engine", Access, Given, int], Mapping[str, object]]
 VERBS: dict[str, Verb] = {
     "status": figures.status,
     "stats": figures.stats,
+    "identity": listing.identity,
     "ls": listing.ls,
     "show": listing.show,
     "verify": checking.verify,

@@ -9,8 +9,9 @@ from warmkv.kvstore.needs import Provides
 from warmkv.kvstore.store.access import Access
 from warmkv.kvstore.store.cold import stored_bytes
 from warmkv.kvstore.store.index import Cold, Namespace, Record
+from warmkv.kvstore.store.reports import arguments
 from warmkv.schema import ids
-from warmkv.schema.errors import RecordError
+from warmkv.schema.errors import RecordError, UnknownNamespace
 
 if TYPE_CHECKING:
     from warmkv.kvstore.store.engine import Engine
@@ -31,6 +32,19 @@ def ls(engine: Engine, access: Access, given: dict[str, object]) -> dict[str, ob
             leaves.sort(key=lambda record: -record.last_used)
             rows = [_record_row(record) for record in leaves]
     return {"kind": "prefixes" if wanted else "namespaces", "total": len(rows), "rows": rows[:MAX_ROWS]}
+
+
+def identity(engine: Engine, access: Access, given: dict[str, object]) -> dict[str, object]:
+    """The model of the one namespace that begins with ``namespace`` (at least 4 hex digits), as the hex of its
+    identity's canonical bytes. Raises RecordError, UnknownNamespace."""
+    wanted = arguments.text(given, "namespace").lower()
+    if len(wanted) < 4:
+        raise RecordError(f"namespace {wanted!r} is too short, at least 4 hex digits are needed")
+    with engine.index.changed:
+        found = [item for item in access.readable(engine.index) if item.key.hex().startswith(wanted)]
+    if len(found) != 1:
+        raise UnknownNamespace(f"namespace {wanted} is the beginning of {len(found)} that you may read, expected of 1")
+    return {"namespace": found[0].key.hex(), "share": found[0].share, "identity": found[0].identity.canonical().hex()}
 
 
 def show(engine: Engine, access: Access, given: dict[str, object]) -> dict[str, object]:

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from warmkv.kernels.formats import RowFormat
 from warmkv.kvstore.integrations.hf_live import attend_with_live
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
@@ -134,6 +135,15 @@ def test_the_code_version_follows_the_code(monkeypatch: pytest.MonkeyPatch, tmp_
     before = quality_pieces.code_version()
     source.write_text("2")
     assert quality_pieces.code_version() != before
+
+
+def test_rotated_modes_are_compared_with_each_weight_of_their_signs() -> None:
+    names = [mode.name for mode in suite("turboquant").modes]
+    assert names[:3] == ["f32", "f16", "q8"] and len(set(names)) == len(names)
+    for name, keys, values in quality_modes.modes(rotated=True):
+        if keys.rotated or values.rotated:
+            found = [mode for mode in names if mode.split()[0] == name]
+            assert len(found) == (3 if keys is RowFormat.TQ_KEY else 1)
 
 
 def test_every_storage_mode_of_the_plans_is_a_mode() -> None:

@@ -11,10 +11,11 @@ import pytest
 import torch
 import transformers as t
 
+from warmkv.kernels.turboquant.reference import Estimator
 from warmkv.kvstore.integrations.hf_live import LiveCache, attend_with_live
 from warmkv.kvstore.integrations.hf_live_store import LiveStore
 from warmkv.kvstore.live.evict import Mass, Recent
-from warmkv.kvstore.live.plan import NystromPlan, modes
+from warmkv.kvstore.live.plan import NystromPlan, TurboQuantPlan, modes
 from warmkv.kvstore.store import Store
 from warmkv.schema.errors import RecordError
 
@@ -47,7 +48,8 @@ def feed(model: t.PreTrainedModel, cache: LiveCache, first: int, last: int, step
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"), [*(("llama", name) for name, _, _ in modes()), ("gemma3", "f32"), ("gpt_oss", "q8"), ("qwen3", "q8")]
+    ("kind", "mode"),
+    [*(("llama", name) for name, _, _ in modes(rotated=True)), ("gemma3", "f32"), ("gpt_oss", "q8"), ("qwen3", "q8")],
 )
 @pytest.mark.parametrize("copy", [False, True], ids=["mapped", "copied"])
 def test_a_loaded_cache_goes_on_as_the_live_one_did(
@@ -83,6 +85,19 @@ def test_modes_do_not_find_each_others_rows(store: Store, tokenizer: t.PreTraine
     feed(model, cache, 0, HELD)
     lives.save(IDS[:, :HELD], cache)
     assert LiveStore(model, tokenizer, store, "q8").load(IDS).get_seq_length() == 0
+
+
+def test_rotated_rows_are_found_under_their_seed_and_estimator(store: Store, tokenizer: t.PreTrainedTokenizerFast) -> None:
+    """Rows of deeper layers depend on how the signs of keys below them counted."""
+    model, plan = made("llama"), TurboQuantPlan(seed=7)
+    cache = (lives := LiveStore(model, tokenizer, store, "turboquant", turboquant=plan)).new()
+    feed(model, cache, 0, HELD)
+    lives.save(IDS[:, :HELD], cache)
+    for mode, other, held in (
+        ("turboquant", plan, HELD), ("turboquant", TurboQuantPlan(seed=8), 0), ("turboquant", None, 0), ("tqk", plan, 0),
+        ("turboquant", TurboQuantPlan(7, Estimator.MINIMUM_MSE), 0), ("tq3", plan, 0), ("f32", None, 0),
+    ):  # fmt: skip
+        assert LiveStore(model, tokenizer, store, mode, turboquant=other).load(IDS).get_seq_length() == held
 
 
 def test_a_sealed_cache_is_found_under_its_lineage(store: Store, tokenizer: t.PreTrainedTokenizerFast) -> None:

@@ -37,8 +37,8 @@ from warmkv.kvstore.testing.samples import (
     sink_window,
     sliding,
 )
-from warmkv.schema.errors import IdentityError, OfferAgain, RecordError, UnsupportedError, WarmKVError
-from warmkv.schema.identity import AdapterRef, Identity, LayerKind, PlaneFormat, PlaneRole, PlaneSpec
+from warmkv.schema.errors import IdentityError, OfferAgain, RecordError, WarmKVError
+from warmkv.schema.identity import AdapterRef, Identity, LayerKind, LayerSpec, PlaneFormat, PlaneRole, PlaneSpec
 from warmkv.schema.records import Attachment
 
 OpenStore = Callable[..., Store]
@@ -315,12 +315,21 @@ def test_hybrids_need_both_rows_and_a_state(store: Store) -> None:
             store.save(identity, IDS, records_at(identity, IDS))
 
 
-def test_formats_that_cannot_be_stored_are_refused(store: Store) -> None:
-    for layer in (FULL, RECURRENT):
-        spec = PlaneSpec(layer.planes[0].role, PlaneFormat.TQ3, (1, 4))
-        identity = mixed_identity(replace(layer, planes=(spec, *layer.planes[1:])))
-        with pytest.raises(UnsupportedError, match="layer 0"):
-            store.save(identity, IDS, [])
+def test_rotated_rows_are_stored_under_their_seed(open_store_with: OpenStore) -> None:
+    """Rows, and states of a RING, in formats that rotate; nothing is found under another seed."""
+    store = open_store_with()
+    for layer in (FULL, LayerSpec(LayerKind.RING, FULL.planes, window=4)):
+        spec = [PlaneSpec(plane.role, PlaneFormat.TQ3, (3, 24), "rotation seed 7") for plane in layer.planes]
+        identity = mixed_identity(replace(layer, planes=tuple(spec)))
+        store.save(identity, IDS, records_at(identity, IDS))
+        assert store.match(identity, [*IDS, 1]).usable == len(IDS)
+        other = mixed_identity(replace(layer, planes=tuple(replace(plane, parameters="rotation seed 8") for plane in spec)))
+        assert store.match(other, [*IDS, 1]).usable == 0
+        taken = mixed_identity(replace(layer, planes=(replace(spec[0], format=PlaneFormat.TQ_KEY), *spec[1:])))
+        with pytest.raises(RecordError, match="layer 0, plane KEY is TQ_KEY"):
+            store.save(identity, IDS, records_at(taken, IDS))
+        with pytest.raises(IdentityError, match="name no seed"):
+            mixed_identity(replace(layer, planes=tuple(replace(plane, parameters="none") for plane in spec)))
 
 
 def test_a_cut_inside_an_attachment_rounds_down_to_its_start(open_store_with: OpenStore, tmp_path: Path) -> None:

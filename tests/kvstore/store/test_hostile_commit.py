@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from warmkv.schema.errors import (
     ClosedError,
     DigestError,
     FormatError,
+    IdentityError,
     OfferAgain,
     RecordError,
     RemoteProtocolError,
@@ -92,8 +94,9 @@ class Arena:
     ) -> bytes:  # fmt: skip
         """A container of rows [start, len(ids)) as a client would make it."""
         identity, items = identity or self.identity, attachments or []
+        shapes = {(at, spec.role): spec.row_shape for at, layer in enumerate(identity.layers) for spec in layer.planes}
         sources = [
-            PlaneSource(record.layer, plane.rows.shape[1:], start, replace(plane, rows=plane.rows[start:]))
+            PlaneSource(record.layer, shapes[record.layer, plane.role], start, replace(plane, rows=plane.rows[start:]))
             for record in model_rows(identity, ids, items, lineage)
             for plane in record.planes
         ]
@@ -460,17 +463,39 @@ def test_model_that_cannot_be_served_is_refused_without_an_offer_too(arena: Aren
     goes_on(arena)
 
 
-def test_format_nobody_reads_is_refused_without_an_offer_too(arena: Arena, descriptors: Callable[[], int]) -> None:
-    """Taken, it would make every reader stumble over a format that has no dtype."""
-    unread = PlaneFormat.TQ_KEY
+def test_rotated_rows_of_another_size_or_without_a_seed_are_refused(arena: Arena, descriptors: Callable[[], int]) -> None:
+    """Taken, they would make every reader stumble over rows that are no whole rows, or turn them back wrongly."""
     layer = arena.identity.layers[0]
-    odd = replace(arena.identity, layers=(replace(layer, planes=tuple(replace(p, format=unread) for p in layer.planes)),))
+    rotated = tuple(replace(p, format=PlaneFormat.TQ_KEY, row_shape=(2, 24), parameters="rotation seed 7") for p in layer.planes)
+    odd = replace(arena.identity, layers=(replace(layer, planes=rotated),))
     key = arena.session.open(odd.canonical(), "")
-    data = arena.good(FRESH, key=key)
-    kept = [replace(plane, format=unread) for plane in arena.header(data).planes if plane.layer == 0]
-    planes, payload_bytes = container.layout(kept)
-    fd = arena.sealed(arena.edited(data, planes=planes, payload=bytes(payload_bytes)))
-    refused(arena, UnsupportedError, lambda: arena.session.commit(arena.request(namespace=key), fd), descriptors)
+    data = arena.good(FRESH, identity=odd, key=key)
+    wrong: tuple[dict[str, Any], ...] = (
+        {"row_bytes": 25}, {"row_bytes": 27}, {"row_shape": (2, 23)}, {"row_shape": (26, 1)}, {"format": PlaneFormat.TQ3},
+    )  # fmt: skip
+    for changes in wrong:
+        planes, payload_bytes = container.layout([replace(plane, **changes) for plane in arena.header(data).planes])
+        fd = arena.sealed(arena.edited(data, planes=planes, payload=bytes(payload_bytes)))
+        commit = partial(arena.session.commit, arena.request(namespace=key), fd)
+        refused(arena, FormatError, commit, descriptors)
+    for seed in (b"rotation seed x", b"Rotation seed 7"):
+        with pytest.raises((FormatError, IdentityError)):
+            arena.session.open(odd.canonical().replace(b"rotation seed 7", seed), "")
+    arena.session.commit(arena.request(namespace=key), arena.sealed(data))
+    goes_on(arena)
+
+
+def test_anchors_of_shifted_rows_on_a_clean_lineage_are_refused(arena: Arena, descriptors: Callable[[], int]) -> None:
+    """Whoever asks by tokens alone would be handed rows of other positions."""
+    shifted = pack_anchors([Anchor(2), Anchor(3, AnchorKind.TURN, shift_offset=8)])
+    fd = arena.sealed(arena.good(FRESH))
+    refused(arena, RecordError, lambda: arena.session.commit(arena.request(anchors=shifted), fd), descriptors, "shifted by 8")
+    note = m.Annotate(arena.key, CLEAN, as_tokens(TOKENS), b"", m.ACK_MEMORY, shifted, 0, False, 0)
+    with pytest.raises(RecordError, match="anchor at 3: its rows were shifted by 8 positions"):
+        arena.session.annotate(note)
+    assert arena.store.match(arena.identity, [*TOKENS, 1]).anchors == ()
+    arena.session.annotate(replace(note, lineage=FOLDED))
+    assert [anchor.shift_offset for anchor in arena.store.match(arena.identity, [*TOKENS, 1], lineage=FOLDED).anchors] == [0, 8]
     goes_on(arena)
 
 

@@ -36,8 +36,8 @@ PROMPT = np.array([5, 6, 7, 8, 9], "<u4")
 ABOUT = {"model_id": "cpu:lfm", "architecture": "lfm2", "hidden_size": 64, "n_heads": 8}
 
 
-def attention(format_: PlaneFormat) -> LayerSpec:
-    planes = tuple(PlaneSpec(role, format_, (HEADS, DIM)) for role in (PlaneRole.KEY, PlaneRole.VALUE))
+def attention(format_: PlaneFormat, dim: int = DIM) -> LayerSpec:
+    planes = tuple(PlaneSpec(role, format_, (HEADS, dim)) for role in (PlaneRole.KEY, PlaneRole.VALUE))
     return LayerSpec(LayerKind.FULL, planes)
 
 
@@ -58,7 +58,8 @@ def file_of(tag: Tag = Tag.ATTENTION, dtype: str = "<f4", length: int = len(PROM
         else:
             parts = (numbers(10 * index + part, dtype, length, HEADS * DIM).view(np.uint8).ravel() for part in range(2))
             layers.append(KvLayer(kind, *parts))
-    print_ = kvcache_file.model_fingerprint("cpu:lfm", "lfm2", 64, 8, [False, True, False], [HEADS, 0, HEADS])
+    model_id = "cpu:f16:lfm" if tag == Tag.ATTENTION_F16 else "cpu:lfm"
+    print_ = kvcache_file.model_fingerprint(model_id, "lfm2", 64, 8, [False, True, False], [HEADS, 0, HEADS])
     return KvFile(print_, PROMPT[:length], tuple(layers), 2, AnchorKind.TURN, 77)
 
 
@@ -184,11 +185,21 @@ def test_a_share_may_be_written_by_its_writers_only(open_store_with: OpenStore, 
 
 
 def test_nothing_is_converted(store: Store, drop: Callable[..., Path]) -> None:
-    with pytest.raises(UnsupportedError, match="ATTENTION_F16 in the file, F32 in the model"):
-        import_file(store.engine, drop(file_of(Tag.ATTENTION_F16, "<f2")), UID)
-    for identity, dtype in ((WIDE, "<f2"), (HALF, "<f4")):
-        with pytest.raises(FormatError, match="layer 0, plane KEY has"):
-            import_file(store.engine, drop(file_of(Tag.ATTENTION, dtype), identity), UID)
+    """Whether rows are f32 or f16 follows from how many bytes there are, or the tag."""
+    for tag, dtype, identity, words in (
+        (Tag.ATTENTION_F16, "<f2", WIDE, "ATTENTION_F16 of F16 in the file, F32 in the model"),
+        (Tag.ATTENTION, "<f2", WIDE, "ATTENTION of F16 in the file, F32 in the model"),
+        (Tag.ATTENTION, "<f4", HALF, "ATTENTION of F32 in the file, F16 in the model"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"layer 0, plane KEY: {words}"):
+            import_file(store.engine, drop(file_of(tag, dtype), identity), UID)
+
+
+def test_rows_of_another_geometry_are_refused(open_store_with: OpenStore, drop: Callable[..., Path]) -> None:
+    store, identity = open_store_with(), mixed_identity(attention(PlaneFormat.F32, dim=5), CONV, attention(PlaneFormat.F32))
+    save(store, identity, TOKENS)
+    with pytest.raises(FormatError, match=r"layer 0, plane KEY has 160 bytes, 5 rows \(2, 5\) take 100 in F16 or 200 in F32"):
+        import_file(store.engine, drop(file_of(), identity), UID)
 
 
 def test_shapes_that_are_not_the_models_are_refused(store: Store, drop: Callable[..., Path]) -> None:
