@@ -68,7 +68,7 @@ def _fill(cache: ModelCache, restored: Restored, *, mapped: bool, convert: bool)
     except MemoryError as exc:
         requested = _bytes(restored)
         raise OutOfMemory(f"{requested} bytes for the state of {position} tokens could not be had", requested) from exc
-    lineage = _converted(cache, layers, restored.match.lineage)
+    lineage = _converted(cache, layers, position, restored.match.lineage)
     for change in changes:
         change()
     cache.lineage = lineage
@@ -90,7 +90,18 @@ def _require_fit(cache: ModelCache, layers: tuple[LayerSpec, ...], *, convert: b
         alike = spec.kind in _OF_ROWS and own.kind in _OF_ROWS and _without_formats(spec) == _without_formats(own)
         if spec != own and not (convert and alike):
             hint = "; convert=True would write its rows anew" if alike else ""
-            raise RecordError(f"layer {index} was stored as {spec}, the plan has {own}{hint}")
+            raise RecordError(f"layer {index} was stored as {_told(spec)}; the plan has {_told(own)}{hint}")
+
+
+def _told(spec: LayerSpec) -> str:
+    """A layer in one line: what is asked for in a plan, and planes as they are written."""
+    planes = ", ".join(
+        f"{plane.role.name} {plane.format.name} {plane.row_shape}"
+        + (f" ({plane.parameters})" if plane.parameters != "none" else "")
+        for plane in spec.planes
+    )
+    sizes = [f"{name} {getattr(spec, name)}" for name in ("window", "chunk", "sinks") if getattr(spec, name)]
+    return f"{', '.join([spec.kind.name, *sizes])}: {planes or 'nothing of its own'}"
 
 
 def _without_formats(spec: LayerSpec) -> LayerSpec:
@@ -99,14 +110,14 @@ def _without_formats(spec: LayerSpec) -> LayerSpec:
     return replace(spec, planes=tuple(replace(plane, format=PlaneFormat.RAW) for plane in kept))
 
 
-def _converted(cache: ModelCache, layers: tuple[LayerSpec, ...], lineage: Lineage) -> Lineage:
-    """The lineage after rows of other formats than the plan's were written anew."""
+def _converted(cache: ModelCache, layers: tuple[LayerSpec, ...], position: int, lineage: Lineage) -> Lineage:
+    """The lineage after rows up to ``position`` of other formats than the plan's were written anew."""
     for layer in cache.own:
         if isinstance(layer, AttentionLayer):
             keys, values = _formats(layers[layer.index])
             if (keys, values) != (layer.plan.key_format, layer.plan.value_format):
                 pairs = (keys, layer.plan.key_format), (values, layer.plan.value_format)
-                lineage = lineages.requantised(lineage, layer.index, *pairs)
+                lineage = lineages.requantised(lineage, layer.index, position, *pairs)
     return lineage
 
 

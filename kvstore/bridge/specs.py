@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from dataclasses import dataclass
 
@@ -68,7 +69,8 @@ def _spec(plan: LayerPlan, gaps: bool) -> LayerSpec:
     if len(plan.alive_heads) < plan.kv_heads:
         dead = f"KV heads {','.join(map(str, plan.alive_heads))} of {plan.kv_heads}"
     sides = sides_of(plan)
-    planes = [PlaneSpec(side.role, FORMATS[side.format], (side.heads, side.size), dead) for side in sides]
+    meaning = dead if plan.ring is None else _ring(plan)
+    planes = [PlaneSpec(side.role, FORMATS[side.format], (side.heads, side.size), meaning) for side in sides]
     if plan.kind is LayerKind.RING:
         assert plan.ring is not None
         return LayerSpec(plan.kind, tuple(planes), window=plan.ring.window, sinks=plan.ring.sinks)
@@ -89,5 +91,14 @@ def _nystrom(plan: LayerPlan) -> str:
     return (
         f"heads {plan.heads}/{plan.kv_heads}, sizes {plan.key_size} and {plan.value_size}, landmarks {nystrom.landmarks}, "
         f"window {nystrom.window}, sinks {nystrom.sinks}, boundary {nystrom.target}, {nystrom.rectifier.name}, "
-        f"scale {plan.logit_scale!r}"
+        f"scale {plan.logit_scale!r}, importance {'counted' if plan.importance else 'none'}"
     )
+
+
+def _ring(plan: LayerPlan) -> str:
+    """All that decides what the raw keys of a ring mean; undo rows are never stored."""
+    ring = plan.ring
+    assert ring is not None
+    numbers = struct.pack(f"<{2 + len(ring.inv_freq)}d", plan.logit_scale, ring.rope_scale, *ring.inv_freq)
+    digest = hashlib.blake2b(numbers, digest_size=16).hexdigest()
+    return f"heads {plan.heads}/{plan.kv_heads}, scale, rope scale and frequencies {digest}"

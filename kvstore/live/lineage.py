@@ -3,7 +3,8 @@
 A lineage is a digest over operations, each with what decides its outcome; rows of different lineages
 are never mixed (`schema.records`). Evictions, Nystroem seals and changes of a row's precision are such
 operations. Trimming a sliding window is none (nobody can read those rows), and neither is the freeze
-of a format's field (it is a function of the rows).
+of a format's field (it is a function of the rows). Taking tokens back is none, unless what was done
+before is left standing on tokens that are gone: rows evicted, or a field fixed, further on than the cut.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from warmkv.kvstore.live.plan import NystromPlan
 from warmkv.schema.ids import lineage_after as after
 from warmkv.schema.records import CLEAN, Lineage
 
-__all__ = ["CLEAN", "after", "evicted", "requantised", "sealed", "wired"]
+__all__ = ["CLEAN", "after", "evicted", "requantised", "rewound", "sealed", "wired"]
 
 
 def evicted(lineage: Lineage, policy: Policy, position: int, kept: Iterable[tuple[int, Kept]]) -> Lineage:
@@ -34,9 +35,18 @@ def sealed(lineage: Lineage, layer: int, plan: NystromPlan, rows: int) -> Lineag
     return after(lineage, "sealed", layer, plan.landmarks, plan.window, plan.sinks, plan.rectifier.value, rows)
 
 
-def requantised(lineage: Lineage, layer: int, keys: tuple[RowFormat, RowFormat], values: tuple[RowFormat, RowFormat]) -> Lineage:
-    """After rows of a layer were written in other formats: each pair is (before, after)."""
-    return after(lineage, "requantised", layer, *(format_.value for pair in (keys, values) for format_ in pair))
+def requantised(
+    lineage: Lineage, layer: int, position: int, keys: tuple[RowFormat, RowFormat], values: tuple[RowFormat, RowFormat]
+) -> Lineage:  # fmt: skip
+    """After the rows of a layer up to ``position`` were written in other formats: each pair is (before,
+    after). Rows behind it were never anything else."""
+    return after(lineage, "requantised", layer, position, *(format_.value for pair in (keys, values) for format_ in pair))
+
+
+def rewound(lineage: Lineage, position: int, fields: Iterable[tuple[int, bytes]]) -> Lineage:
+    """After tokens back to ``position`` were forgotten that earlier operations had gone by; ``fields``
+    (layer, bytes) are those fixed from rows that are gone."""
+    return after(lineage, "rewound", position, tuple(fields))
 
 
 def wired(lineage: Lineage, layer: int, position: int, base: int, half: bool) -> Lineage:
