@@ -26,6 +26,8 @@ from warmkv.kernels.turboquant import attend as turboquant
 from warmkv.kernels.turboquant.attend import Operations
 
 Backend = Literal["auto", "reference", "fast"]
+#: Those before compile our words, which have pointers without types, into code that crashes.
+OLDEST_NUMBA = (0, 62)
 log = logging.getLogger(__name__)
 
 
@@ -120,6 +122,10 @@ def _fast() -> Kernels:
     if find_spec("numba") is None:
         raise BackendMissing("backend 'fast' needs numba: pip install 'warmkv[fast]'")
     try:
+        import numba
+
+        if numba.version_info.short < OLDEST_NUMBA:
+            raise ImportError(f"numba {numba.__version__} is older than {'.'.join(map(str, OLDEST_NUMBA))}")
         from warmkv.kernels.attention import chunk
         from warmkv.kernels.attention import fast as fast_attention
         from warmkv.kernels.attention.soften import soften
@@ -128,7 +134,7 @@ def _fast() -> Kernels:
         from warmkv.kernels.ring import fast as fast_ring
 
         turbo = turboquant.fast()
-    except (ImportError, RuntimeError) as exc:  # a numba that doesn't fit this numpy, or finds no place for its cache
+    except Exception as exc:  # a numba that doesn't fit this numpy says so in many ways
         raise BackendMissing(f"backend 'fast' cannot be loaded: {exc}") from exc
     return Kernels(
         "fast", fast_attention.attend, partial(chunk.attend_chunk, soften=soften, decode=fast_quant.decode), fast_quant.encode,

@@ -28,7 +28,8 @@ _pool: ThreadPoolExecutor | None = None
 
 def run(task: Callable[[int], None], tasks: int, threads: int = 1) -> None:
     """Call ``task`` with each of 0 .. ``tasks`` - 1, at most ``threads`` at a time, and return once all
-    are done. Where tasks raise, no new one is begun and the exception of the lowest is raised."""
+    are done; with fewer threads where the machine has no more. Where tasks raise, no new one is begun and
+    the exception of the lowest is raised."""
     if threads < 1:
         raise KernelError(f"{threads} threads, expected at least 1")
     if threads == 1 or tasks < 2:
@@ -36,7 +37,13 @@ def run(task: Callable[[int], None], tasks: int, threads: int = 1) -> None:
             task(index)
         return
     work = _Work(task, tasks)
-    helpers = [_submit(work) for _ in range(min(threads, tasks, MOST + 1) - 1)]
+    helpers: list[Future[None]] = []
+    try:
+        for _ in range(min(threads, tasks, MOST + 1) - 1):
+            helpers.append(Future())
+            _submit(helpers[-1], work)
+    except RuntimeError:  # no more threads to be had, or the interpreter is about to end: fewer will do
+        pass
     work()
     for helper in helpers:
         if not helper.cancel():
@@ -75,12 +82,22 @@ class _Work:
                 self.failed[index] = exc
 
 
-def _submit(work: _Work) -> Future[None]:
+def _submit(helper: Future[None], work: _Work) -> None:
+    """Have ``work`` done by a thread of the pool, unless ``helper`` is cancelled before one comes to it. A pool
+    that raises may have taken it all the same: whoever returns cancels it or waits for it."""
     global _pool
     with _lock:  # held while submitting, so that a pool is not closed in between
         if _pool is None:
             _pool = ThreadPoolExecutor(MOST, thread_name_prefix=NAME)
-        return _pool.submit(work)
+        _pool.submit(_help, helper, work)
+
+
+def _help(helper: Future[None], work: _Work) -> None:
+    if helper.set_running_or_notify_cancel():
+        try:
+            work()
+        finally:
+            helper.set_result(None)
 
 
 def _forget() -> None:

@@ -74,6 +74,7 @@ def both(options: argparse.Namespace) -> None:
     """Two processes, one after the other; the second must find the first one's prompt and answer alike."""
     with tempfile.TemporaryDirectory(prefix="live-cache-") as folder:
         command = [sys.executable, __file__, str(options.model), "--store", folder, "--mode", options.mode]
+        command += ["--tokens", str(options.tokens)]
         answers = []
         for name in ("first process", "second process"):
             print(f"--- {name}", flush=True)

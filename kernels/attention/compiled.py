@@ -29,7 +29,7 @@ CODES, APART, COUNT, FORM, SCALES, SCALES_APART, STEP, FIELD, COLUMNS = range(9)
 part = njit(inline="always")
 
 
-@compiled
+@compiled()
 def attend(q, size, keys, values, visible, scale, softcap, sinks, masses, out, tops, totals):
     """Attend ``q`` (heads, channels up to a multiple of GROUP, zeros behind ``size``), in equal groups over
     the KV heads of the tables ``keys`` and ``values`` (KV heads, blocks, COLUMNS). Block for block all KV
@@ -66,25 +66,25 @@ def attend(q, size, keys, values, visible, scale, softcap, sinks, masses, out, t
     out[:] = total[:, : out.shape[1]]
 
 
-@compiled
+@compiled()
 def code_bytes(block):
     return 4 if block[FORM] == F32 else 1 if block[FORM] == I8 else 2
 
 
-@compiled
+@compiled()
 def far(block, size):
     """Whether other rows lie between these: those of other heads in a segment."""
     return abs(block[APART]) > 2 * size * code_bytes(block)
 
 
-@compiled
+@compiled()
 def stretch(block, size):
     """Rows that are done for one KV head before the next: where rows of all heads lie side by side only
     a run, so that each piece of memory is fetched once."""
     return RUN if far(block, size) else max(1, block[COUNT])
 
 
-@compiled
+@compiled()
 def ask_ahead(block, start, size):
     """Ask for the run of rows from ``start`` on, where they lie so far apart that the machine does not
     see them coming."""
@@ -96,7 +96,7 @@ def ask_ahead(block, start, size):
             ask(block[SCALES] + start * block[SCALES_APART], block[SCALES_APART], rows, scales_bytes)
 
 
-@compiled
+@compiled()
 def with_fields(blocks, q, size, group):
     """The queries, those over a block with a field times it."""
     queries = q.copy()
@@ -108,7 +108,7 @@ def with_fields(blocks, q, size, group):
     return queries
 
 
-@compiled
+@compiled()
 def add_block(field, own, total, size):
     """Add a block's sum to the whole, times its field where it has one."""
     for channel in range(size):
@@ -137,7 +137,7 @@ def score(block, begin, span, q, head, group, size, scale, logits, at):
             done += few
 
 
-@compiled
+@compiled()
 def softmax(logits, count, softcap, sink, importance):
     """Logits (at least ``count`` up to a multiple of 16) into probabilities, in place, which are added
     to ``importance`` unless that is empty. Returns the largest logit and the sum of e^(logit - it)."""
@@ -207,21 +207,21 @@ def weigh(block, begin, span, size, weights, head, group, at, total):
             done += few
 
 
-@compiled
+@compiled()
 def soften_heads(logits, count, softcap, sinks, mass, tops, totals):
     """`softmax` of every head; ``mass`` is that of all of them."""
     for head in range(logits.shape[0]):
         tops[head], totals[head] = softmax(logits[head], count, softcap, sinks[head], mass)
 
 
-@compiled
+@compiled()
 def score_block(q, size, blocks, scale, logits, at):
     """`score` of all rows of the one block of ``blocks``, for all heads."""
     queries = with_fields(blocks, q, size, q.shape[0])
     score(blocks[0], 0, blocks[0, COUNT], queries, 0, q.shape[0], size, scale, logits, at)
 
 
-@compiled
+@compiled()
 def weigh_block(blocks, size, weights, at, total):
     """`weigh` of all rows of the one block of ``blocks``, for all heads, added to ``total`` (heads, channels up
     to a multiple of 16) float64."""

@@ -1,7 +1,8 @@
-"""Attention of all heads of a layer: KV head after KV head, on several threads where asked.
+"""Attention of all heads of a layer, on several threads where asked.
 
-A KV head is one task and its importance is summed from zero, then added in head order: so results
-are the same bits on any number of threads.
+A KV head is computed on one thread and its importance is summed from zero, then added in head order:
+so results are the same bits on any number of threads. A backend that takes several KV heads in one
+call gets neighbouring ones, whose rows lie side by side in a segment.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ class Attended:
         return lse
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def attend(
     q: F32, keys: Blocks, values: Blocks, *, scale: float, first: int = 0, upto: int | None = None, softcap: float = 0.0,
     sinks: F32 | None = None, importance: F32 | None = None,

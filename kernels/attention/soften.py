@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from warmkv.kernels.compiled.caching import compiled
 from warmkv.kernels.compiled.exponential import LOOSE, exp_below
 from warmkv.kernels.formats import F32
 
@@ -23,7 +23,7 @@ Places = npt.NDArray[np.int64]
 LANES = 16
 
 
-@njit(nogil=True, cache=True, fastmath=LOOSE, error_model="numpy")
+@compiled(fastmath=LOOSE)
 def _soften(scores: Any, low: Any, high: Any, top: Any, total: Any, faded: Any) -> None:
     columns = scores.shape[1]
     lanes = np.empty(LANES, np.float32)

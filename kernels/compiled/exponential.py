@@ -23,7 +23,7 @@ HALF, ONE, ZERO = np.float32(0.5), np.float32(1), np.float32(0)
 LOOSE = {"reassoc", "contract", "nsz", "arcp"}
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(inline="always")
 def exp_below(x: Any) -> Any:
     """e^x of a float32 that is not above 0; NaN stays NaN."""
     inside = LOWEST if x < LOWEST else x

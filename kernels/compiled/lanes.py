@@ -16,6 +16,7 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
 
 #: Forms of rows: what a code is.
@@ -77,7 +78,8 @@ def _call(builder, name, kind, *args):
 
 
 def _fma(builder, a, b, c):
-    return _call(builder, "llvm.fma.v16f32", _VEC, a, b, c)
+    """a x b + c, rounded once where the machine can do that, else twice."""
+    return _call(builder, "llvm.fmuladd.v16f32", _VEC, a, b, c)
 
 
 def _at(builder, address, kind):
@@ -93,6 +95,27 @@ def _mask(builder, count):
     return builder.icmp_signed("<", places, _splat(builder, builder.trunc(count, _I)))
 
 
+def _widens_halves():
+    """Whether the machine compiled for turns f16 into float32 itself. Where it does not, LLVM calls a function
+    that no process has."""
+    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return not triple.startswith(("x86", "i386", "i686")) or "+f16c" in features.split(",")
+
+
+_WIDENS_HALVES = _widens_halves()
+
+
+def _widened(builder, halves):
+    """float32 of f16 in whole-number steps: exponents are moved by a product that is exact, denormals too."""
+    bits = builder.zext(builder.bitcast(halves, ir.VectorType(ir.IntType(16), WIDTH)), _INTS)
+    size = builder.shl(builder.and_(bits, _const(0x7FFF, _INTS)), _const(13, _INTS))
+    finite = builder.bitcast(builder.fmul(builder.bitcast(size, _VEC), _const(2.0**112)), _INTS)
+    endless = builder.or_(size, _const(0x7F800000, _INTS))
+    size = builder.select(builder.icmp_signed(">=", size, _const(0x7C00 << 13, _INTS)), endless, finite)
+    sign = builder.shl(builder.and_(bits, _const(0x8000, _INTS)), _const(16, _INTS))
+    return builder.bitcast(builder.or_(size, sign), _VEC)
+
+
 def _load(builder, form, address, count=None):
     """Sixteen numbers of a form, as float32."""
     kind = ir.VectorType(_CODES[form], WIDTH)
@@ -105,7 +128,7 @@ def _load(builder, form, address, count=None):
     if form == F32:
         return codes
     if form == F16:
-        return builder.fpext(codes, _VEC)
+        return builder.fpext(codes, _VEC) if _WIDENS_HALVES else _widened(builder, codes)
     if form == BF16:
         return builder.bitcast(builder.shl(builder.zext(codes, _INTS), _const(16, _INTS)), _VEC)
     return builder.sitofp(builder.sext(codes, _INTS), _VEC)

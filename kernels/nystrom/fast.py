@@ -12,8 +12,9 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
+from warmkv.kernels.compiled.caching import compiled
 from warmkv.kernels.compiled.exponential import LOOSE, exp_below
 from warmkv.kernels.formats import F32
 from warmkv.kernels.nystrom import reference
@@ -98,7 +99,7 @@ def _absorb_all(far: Far, k: F32, v: F32, scale: float) -> None:
     far.rows += len(k)
 
 
-@njit(_ABSORB, nogil=True, cache=True, fastmath=LOOSE, error_model="numpy")
+@compiled(_ABSORB, fastmath=LOOSE)
 def _absorb(
     landmarks: Any, values: Any, mass: Any, top: Any, k: Any, v: Any, scale: Any, new_values: Any, new_mass: Any, new_top: Any
 ) -> None:  # fmt: skip
@@ -115,7 +116,7 @@ def _absorb(
             after[at] = before[at] * kept + weight * v[at]
 
 
-@njit(nogil=True, cache=True, fastmath=LOOSE, error_model="numpy")
+@compiled(fastmath=LOOSE)
 def _logits(q: Any, rows: Any, count: Any, scale: Any, out: Any) -> Any:
     """Fills ``out`` with scale x <q, row> and returns the largest."""
     highest = np.float32(-np.inf)
@@ -128,7 +129,7 @@ def _logits(q: Any, rows: Any, count: Any, scale: Any, out: Any) -> Any:
     return highest
 
 
-@njit(nogil=True, cache=True, fastmath=LOOSE, error_model="numpy")
+@compiled(fastmath=LOOSE)
 def _weigh(logits: Any, top: Any, rows: Any, above: Any) -> Any:
     """Adds e^(logit - top) x row to ``above`` and returns the sum of the weights."""
     below = 0.0
@@ -140,7 +141,7 @@ def _weigh(logits: Any, top: Any, rows: Any, above: Any) -> Any:
     return below
 
 
-@njit(nogil=True, cache=True, fastmath=LOOSE, error_model="numpy")
+@compiled(fastmath=LOOSE)
 def _gains(q: Any, scale: Any, clip: Any, landmarks: Any, solve: Any, top: Any, gain: Any) -> Any:
     """The factors u of this query, clipped where asked for, and the exponents they stand beside:
     (highest landmark logit, the largest exponent of any)."""
@@ -160,7 +161,7 @@ def _gains(q: Any, scale: Any, clip: Any, landmarks: Any, solve: Any, top: Any, 
     return highest, reach
 
 
-@njit(_READ, nogil=True, cache=True, fastmath=LOOSE, error_model="numpy")
+@compiled(_READ, fastmath=LOOSE)
 def _read(
     q: Any, scale: Any, clip: Any, sink_keys: Any, sink_values: Any, keys: Any, values: Any, filled: Any, landmarks: Any,
     solve: Any, far_values: Any, mass: Any, far_top: Any, has_far: Any, out: Any,

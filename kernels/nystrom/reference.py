@@ -180,6 +180,7 @@ def _absorb(far: Far, k: F32, v: F32, scale: float) -> None:
     far.rows += 1
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def step(group: Group, q: F32, k: F32, v: F32) -> F32:
     """Take in one row, then attend ``q`` (heads, key size); outputs (heads, value size).
 

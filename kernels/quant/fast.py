@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
+from warmkv.kernels.compiled.caching import compiled
 from warmkv.kernels.errors import KernelError, NotFinite
 from warmkv.kernels.formats import F32, KEY_GROUP, MIN_SCALE, Block, RowFormat
 from warmkv.kernels.quant import reference
@@ -77,7 +78,7 @@ def _dense(field: F32 | None) -> F32:
 _NO_FIELD: F32 = np.empty(0, np.float32)
 
 
-@njit(_QUANTISE, nogil=True, cache=True, error_model="numpy")
+@compiled(_QUANTISE)
 def _quantise(rows: Any, field: Any, group: Any, scales: Any, codes: Any) -> Any:
     """Fills ``scales`` and ``codes``; the first row that cannot be held, or -1."""
     size = rows.shape[1]
@@ -110,7 +111,7 @@ def _quantise(rows: Any, field: Any, group: Any, scales: Any, codes: Any) -> Any
     return -1
 
 
-@njit(_DEQUANTISE, nogil=True, cache=True)
+@compiled(_DEQUANTISE)
 def _dequantise(codes: Any, scales: Any, field: Any, group: Any, out: Any) -> None:
     size = codes.shape[1]
     for index in range(codes.shape[0]):

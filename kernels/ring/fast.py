@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
+from warmkv.kernels.compiled.caching import compiled
 from warmkv.kernels.compiled.exponential import LOOSE, exp_below
 from warmkv.kernels.formats import F32
 from warmkv.kernels.ring import reference
@@ -42,7 +43,7 @@ def _dense(array: F32) -> F32:
     return np.ascontiguousarray(array, np.float32)
 
 
-@njit(nogil=True, cache=True, fastmath=LOOSE, error_model="numpy")
+@compiled(fastmath=LOOSE)
 def _dot(one: Any, other: Any) -> Any:
     total = np.float32(0)
     for at in range(one.size):
@@ -50,7 +51,7 @@ def _dot(one: Any, other: Any) -> Any:
     return total
 
 
-@njit(nogil=True, cache=True, fastmath=LOOSE, error_model="numpy")
+@compiled(fastmath=LOOSE)
 def _turn(q: Any, cos: Any, sin: Any, turned: Any) -> None:
     """The first 2 x half channels of ``q``, rotated."""
     half = cos.size
@@ -61,13 +62,13 @@ def _turn(q: Any, cos: Any, sin: Any, turned: Any) -> None:
         new_high[at] = low[at] * sin[at] + high[at] * cos[at]
 
 
-@njit(nogil=True, cache=True, fastmath=LOOSE, error_model="numpy")
+@compiled(fastmath=LOOSE)
 def _add(weight: Any, row: Any, above: Any) -> None:
     for at in range(above.size):
         above[at] += np.float64(weight * row[at])
 
 
-@njit(_ATTEND, nogil=True, cache=True, fastmath=LOOSE, error_model="numpy")
+@compiled(_ATTEND, fastmath=LOOSE)
 def _attend(
     q: Any, ring_keys: Any, ring_values: Any, seen: Any, cos: Any, sin: Any, scale: Any, sink_keys: Any, sink_values: Any,
     out: Any,

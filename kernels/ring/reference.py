@@ -49,6 +49,7 @@ class Rotation:
         return np.concatenate([low * cos - high * sin, low * sin + high * cos, q[:, 2 * half :]], axis=1)
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def attend(
     q: F32, ring_keys: F32, ring_values: F32, seen: int, rotation: Rotation, *, scale: float,
     sink_keys: F32 | None = None, sink_values: F32 | None = None,

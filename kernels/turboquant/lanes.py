@@ -23,6 +23,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from warmkv.kernels.compiled.caching import compiled
+
 #: Rows of which sums of entries are taken at once, so that an entry is loaded once for them.
 ROWS = 4
 #: Bytes of a row whose weighted sums `bit_sums` keeps in registers.
@@ -165,13 +167,13 @@ def _reduced(builder, floats):
     return builder.extract_element(floats, _I32(0))
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(inline="always")
 def _wide(bits):
     """The finite, not negative float16 of these bits."""
     return np.uint32(np.uint32(bits) << np.uint32(13)).view(np.float32) * np.float32(2.0**112)
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def score_bits(codes, apart, signs, signs_apart, norms, norms_apart, rho, rho_apart, table, signed, scale, out):
     """Fill ``out`` (queries, rows) with scores; a table is entries, half their sums, bytes of a row."""
     (entries, less, width), (signed_entries, signed_less, signed_width) = table, signed
@@ -194,7 +196,7 @@ def score_bits(codes, apart, signs, signs_apart, norms, norms_apart, rho, rho_ap
                 row += taken
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def score_plain_bits(codes, apart, norms, norms_apart, table, scale, out):
     """As `score_bits`, for three planes of bits and the entries of a fourth."""
     entries, less, width = table
@@ -212,7 +214,7 @@ def score_plain_bits(codes, apart, norms, norms_apart, table, scale, out):
                 row += taken
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def weigh_bits(weights, codes, apart, norms, norms_apart, sums):
     """Add to ``sums`` (queries, bits) float64, for every bit, the sum with its sign of weights times norms."""
     queries, count = weights.shape
@@ -238,7 +240,7 @@ def weigh_bits(weights, codes, apart, norms, norms_apart, sums):
                 whole[index] += np.float32(2) * part[index] - total
 
 
-@njit(nogil=True, cache=True, fastmath={"reassoc", "nsz"})
+@compiled(fastmath={"reassoc", "nsz"})
 def _sum(numbers):
     total = np.float32(0)
     for index in range(numbers.shape[0]):

@@ -12,15 +12,15 @@ to it in `reference`, one rounding after the other, so that both write the same 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from warmkv.kernels.compiled.caching import compiled
 from warmkv.kernels.turboquant.reference import TINY
 
 #: Rows encoded side by side.
 LANES = 16
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def encode_rows(rows, polar, jl, mix, scale, bounds, centroids, codes, signs, norms, rho):
     """Encode ``rows`` (count, size) float32, filling ``codes`` and, unless it has no columns, ``signs``
     (count, bytes), ``norms`` and ``rho`` (count,) float32. Lengths are not judged."""
@@ -67,7 +67,7 @@ def encode_rows(rows, polar, jl, mix, scale, bounds, centroids, codes, signs, no
             _pack_bit(cells, 0, packed, signs, begin, there, 0)
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def turn_rows(rows, before, after, mix, scale, out):
     """Fill ``out`` with ``rows`` (count, size) float32, times signs, transformed, times signs."""
     count, size = rows.shape
@@ -85,7 +85,7 @@ def turn_rows(rows, before, after, mix, scale, out):
                 row[index] = column[index * LANES] * after[index]
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _lengths(x, length):
     length[:] = 0
     for at in range(0, x.shape[0], LANES):
@@ -96,7 +96,7 @@ def _lengths(x, length):
         length[lane] = np.sqrt(length[lane])
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _scale(x, factor):
     for at in range(0, x.shape[0], LANES):
         row = x[at : at + LANES]
@@ -104,7 +104,7 @@ def _scale(x, factor):
             row[lane] *= factor[lane]
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _divide(x, divisor, signs):
     for index in range(signs.shape[0]):
         row, sign = x[index * LANES : (index + 1) * LANES], signs[index]
@@ -112,7 +112,7 @@ def _divide(x, divisor, signs):
             row[lane] = row[lane] / divisor[lane] * sign
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _transform(x, spare, mix, scale):
     total, parts = x.shape[0], mix.shape[0]
     run = total // parts
@@ -138,7 +138,7 @@ def _transform(x, spare, mix, scale):
         x[at] *= scale
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _cells(x, level, bounds, centroids, cells):
     """Codes, and in ``x`` what they leave over."""
     level[:] = centroids[0]
@@ -153,7 +153,7 @@ def _cells(x, level, bounds, centroids, cells):
         x[at] -= level[at]
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _pack_pairs(cells, packed, codes, begin, there):
     for byte in range(codes.shape[1]):
         four = cells[4 * byte * LANES : 4 * (byte + 1) * LANES]
@@ -164,7 +164,7 @@ def _pack_pairs(cells, packed, codes, begin, there):
             codes[begin + lane, byte] = packed[lane]
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _pack_bit(cells, bit, packed, out, begin, there, first):
     for byte in range(cells.shape[0] // (8 * LANES)):
         packed[:] = 0

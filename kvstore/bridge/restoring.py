@@ -73,7 +73,7 @@ def _fill(cache: ModelCache, restored: Restored, *, mapped: bool, convert: bool)
     except MemoryError as exc:
         requested = _bytes(restored)
         raise OutOfMemory(f"{requested} bytes for the state of {position} tokens could not be had", requested) from exc
-    lineage, offset = _converted(cache, layers, _resumed(cache, restored)), shift_offset_of(restored)
+    lineage, offset = _converted(cache, layers, position, _resumed(cache, restored)), shift_offset_of(restored)
     for change in changes:
         change()
     cache.lineage, cache.shift_offset = lineage, offset
@@ -95,7 +95,18 @@ def _require_fit(cache: ModelCache, layers: tuple[LayerSpec, ...], *, convert: b
         alike = spec.kind in _OF_ROWS and own.kind in _OF_ROWS and _without_formats(spec) == _without_formats(own)
         if spec != own and not (convert and alike):
             hint = "; convert=True would write its rows anew" if alike else ""
-            raise RecordError(f"layer {index} was stored as {spec}, the plan has {own}{hint}")
+            raise RecordError(f"layer {index} was stored as {_told(spec)}; the plan has {_told(own)}{hint}")
+
+
+def _told(spec: LayerSpec) -> str:
+    """A layer in one line: what is asked for in a plan, and planes as they are written."""
+    planes = ", ".join(
+        f"{plane.role.name} {plane.format.name} {plane.row_shape}"
+        + (f" ({plane.parameters})" if plane.parameters != "none" else "")
+        for plane in spec.planes
+    )
+    sizes = [f"{name} {getattr(spec, name)}" for name in ("window", "chunk", "sinks") if getattr(spec, name)]
+    return f"{', '.join([spec.kind.name, *sizes])}: {planes or 'nothing of its own'}"
 
 
 def _without_formats(spec: LayerSpec) -> LayerSpec:
@@ -116,18 +127,18 @@ def _resumed(cache: ModelCache, restored: Restored) -> Lineage:
     shiftable = all(isinstance(layer, (AttentionLayer, ConvLayer)) for layer in cache.own)
     if lineage == CLEAN or whole or not shiftable or any(spec.kind == LayerKind.SPARSE for spec in layers):
         return lineage
-    return lineages.went_back(lineage, restored.usable)
+    return lineages.rewound(lineage, restored.usable)
 
 
-def _converted(cache: ModelCache, layers: tuple[LayerSpec, ...], lineage: Lineage) -> Lineage:
-    """The lineage after rows of other formats than the plan's, or rotated by another seed, were written anew."""
+def _converted(cache: ModelCache, layers: tuple[LayerSpec, ...], position: int, lineage: Lineage) -> Lineage:
+    """The lineage after rows up to ``position`` of other formats, or rotated by another seed, were written anew."""
     for layer in cache.own:
         if isinstance(layer, AttentionLayer):
             stored, own = stored_sides(layer.plan, layers[layer.index]), sides_of(layer.plan)
             if stored != own:
                 keys, values = ((before.format, after.format) for before, after in zip(stored, own, strict=True))
                 seeds = tuple(-1 if side.seed is None else side.seed for pair in zip(stored, own, strict=True) for side in pair)
-                lineage = lineages.requantised(lineage, layer.index, keys, values, seeds if max(seeds) >= 0 else ())
+                lineage = lineages.requantised(lineage, layer.index, position, keys, values, seeds if max(seeds) >= 0 else ())
     return lineage
 
 

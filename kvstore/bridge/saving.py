@@ -25,7 +25,7 @@ from warmkv.kvstore.live.rows.base import PlaneRows as StoredRows
 from warmkv.kvstore.rows import Array, LayerRows, LayerState, PlaneRows
 from warmkv.schema.errors import RecordError
 from warmkv.schema.identity import LayerKind, PlaneFormat, PlaneRole
-from warmkv.schema.records import NO_FIELD
+from warmkv.schema.records import CLEAN, NO_FIELD
 
 
 def has_gaps(cache: ModelCache) -> bool:
@@ -47,10 +47,13 @@ def records_of(cache: ModelCache, length: int, *, held: int = 0) -> list[LayerRo
 
     ``held`` is how many tokens an offer with `field_digests` said are held: rows before it are left out,
     but for what windows need. Raises RecordError where a layer is at another position, or keeps fewer
-    rows than its window needs."""
+    rows than its window needs, and where rows were given up that the lineage does not tell of (by a
+    layer's own `keep`)."""
     if not 0 <= held <= length:
         raise RecordError(f"{held} tokens held of {length}")
     gaps = has_gaps(cache)
+    if gaps and cache.lineage == CLEAN:
+        raise RecordError("rows were evicted, but the lineage is clean: evict through the cache, or set its lineage")
     records: list[LayerRows | LayerState] = []
     for layer in cache.own:
         if layer.position != length:

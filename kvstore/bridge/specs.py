@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from dataclasses import dataclass, replace
 
@@ -119,6 +120,8 @@ def attention_of(plan: ModelPlan, implementation: str) -> str:
 
 def _parameters(plan: LayerPlan, side: Side) -> str:
     """Which heads are alive, and what rows were rotated by; how they are read is told by `attention_of`."""
+    if plan.ring is not None:
+        return _ring(plan)
     alive = "none"
     if side.heads < plan.kv_heads:
         alive = f"KV heads {','.join(map(str, plan.alive_heads))} of {plan.kv_heads}"
@@ -132,5 +135,14 @@ def _nystrom(plan: LayerPlan) -> str:
     return (
         f"heads {plan.heads}/{plan.kv_heads}, sizes {plan.key_size} and {plan.value_size}, landmarks {nystrom.landmarks}, "
         f"window {nystrom.window}, sinks {nystrom.sinks}, boundary {nystrom.target}, {nystrom.rectifier.name}, "
-        f"scale {plan.logit_scale!r}"
+        f"scale {plan.logit_scale!r}, importance {'counted' if plan.importance else 'none'}"
     )
+
+
+def _ring(plan: LayerPlan) -> str:
+    """All that decides what the raw keys of a ring mean; undo rows are never stored."""
+    ring = plan.ring
+    assert ring is not None
+    numbers = struct.pack(f"<{2 + len(ring.inv_freq)}d", plan.logit_scale, ring.rope_scale, *ring.inv_freq)
+    digest = hashlib.blake2b(numbers, digest_size=16).hexdigest()
+    return f"heads {plan.heads}/{plan.kv_heads}, scale, rope scale and frequencies {digest}"

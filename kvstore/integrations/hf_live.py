@@ -10,6 +10,8 @@ attention is computed over them changes. One sequence, not padded, in host memor
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from transformers import Cache
 
@@ -56,13 +58,21 @@ class LiveCache(Cache):
         policy = Recent() if policy is None else policy
         plan = plan or plan_of(model, mode, importance=isinstance(policy, Mass), nystrom=nystrom, max_rows=max_rows)
         self.keep_rows = keep_rows or plan.max_rows // 2
+        if keep_rows and not plan.max_rows:
+            raise RecordError(f"keep_rows is {keep_rows} without max_rows: nothing would be evicted")
         if plan.max_rows and not 0 < self.keep_rows < plan.max_rows:
             raise RecordError(f"keep_rows is {self.keep_rows}, expected 1 to {plan.max_rows - 1}, less than max_rows")
         self.live = ModelCache(plan, backend=backend, threads=threads, policy=policy)
         layers = [wrapped(index, layer) for index, layer in enumerate(self.live.layers)]
         for index, sinks in sinks_of(model).items():
             layers[index].take_sinks(sinks)
+        self._model = weakref.ref(model)
         super().__init__(layers=layers)
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The model it was made for; None once that is gone."""
+        return self._model()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object

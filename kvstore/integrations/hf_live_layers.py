@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Union
 
@@ -46,6 +47,7 @@ class LiveLayer(CacheLayerMixin):
         self.is_initialized = True
         self.is_sliding = state.plan.kind is LayerKind.SLIDING
         self._offered: _Offered | None = None
+        self._module: weakref.ref[torch.nn.Module] | None = None
 
     def offer(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Note keys and values until the layer attends. Raises UnsupportedError for a batch,
@@ -76,6 +78,20 @@ class LiveLayer(CacheLayerMixin):
         if window is not None and self.is_sliding and window != plan.window:
             raise RecordError(f"layer {self.index}: a window of {window}, the plan says {plan.window}")
         self.take_sinks(None if sinks is None else as_f32(sinks))
+
+    def require_call(self, module: torch.nn.Module, value: torch.Tensor, position_ids: torch.Tensor | None) -> None:
+        """Raises RecordError where what is attended is not what was offered: a module of another model,
+        values that were changed on the way, tokens that stand elsewhere than behind those held."""
+        known = self._module() if self._module is not None else module
+        if known is not module:
+            raise RecordError(f"layer {self.index}: the cache is another model's; each model has its own")
+        if self._offered is None or value is not self._offered.values:
+            raise UnsupportedError(f"layer {self.index}: the model changes its values after it handed them to the cache")
+        if position_ids is not None and position_ids.dim() == 2:
+            found, at = position_ids[0].tolist(), self.state.position
+            if found != list(range(at, at + value.shape[2])):
+                raise RecordError(f"layer {self.index}: tokens at positions {found[0]} to {found[-1]}, the next one is {at}")
+        self._module = weakref.ref(module)
 
     def take_sinks(self, sinks: F32 | None) -> None:
         """Learned sink logits (heads,) the model attends with now."""

@@ -43,14 +43,12 @@ def plan_of(
     turned = (turboquant or TurboQuantPlan()) if keys.rotated or values.rotated else None
     config = cast(PreTrainedConfig, model.config)
     text = config.get_text_config(decoder=True)
-    heads = int(text.num_attention_heads)
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
     softcap = float(getattr(text, "attn_logit_softcapping", None) or 0.0) if text.model_type in _SOFTCAPPED else 0.0
     scales = {int(module.layer_idx): float(module.scaling) for module in _attentions(model)}
     layers = []
     for index, (kind, window) in enumerate(_kinds(model, config)):
         constant = nystrom if kind is LayerKind.FULL else None
+        heads, kv_heads, size = _heads(text, index)
         layers.append(
             LayerPlan(
                 kind=LayerKind.NYSTROM if constant else kind, heads=heads, kv_heads=kv_heads, key_size=size, value_size=size,
@@ -84,6 +82,15 @@ def _attentions(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int) and isinstance(getattr(module, "scaling", None), float):
             yield module
+
+
+def _heads(text: PreTrainedConfig, index: int) -> tuple[int, int, int]:
+    """Query heads, KV heads and head size of a layer, which in some models has its own."""
+    layers = getattr(text, "per_layer_config", None)
+    own = text if layers is None else layers[index]
+    heads = int(own.num_attention_heads)
+    kv_heads = int(getattr(own, "num_key_value_heads", None) or heads)
+    return heads, kv_heads, int(getattr(own, "head_dim", None) or own.hidden_size // heads)
 
 
 def _kinds(model: torch.nn.Module, config: PreTrainedConfig) -> Iterator[tuple[LayerKind, int]]:

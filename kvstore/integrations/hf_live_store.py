@@ -15,13 +15,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from warmkv.kernels import dispatch
 from warmkv.kernels.dispatch import Backend
 from warmkv.kvstore.bridge import attention_of, field_digests, has_gaps, layer_specs, on_prefix, records_of, restore_into
 from warmkv.kvstore.integrations import hf_request
 from warmkv.kvstore.integrations.hf_adapters import base_model
 from warmkv.kvstore.integrations.hf_geometry import Geometry
 from warmkv.kvstore.integrations.hf_identity import ModelIdentity
-from warmkv.kvstore.integrations.hf_live import LiveCache
+from warmkv.kvstore.integrations.hf_live import NAME, LiveCache
 from warmkv.kvstore.integrations.hf_live_plan import plan_of
 from warmkv.kvstore.integrations.hf_tensors import Weights
 from warmkv.kvstore.live.evict import Mass, Policy
@@ -83,11 +84,11 @@ class LiveStore:
         )  # fmt: skip
 
     def identity(self, *, gaps: bool = False) -> Identity:
-        """Identity of the model as it is now, and of what its caches keep. ``gaps``: of caches from which
-        rows were evicted."""
-        now = self._identity.now()
+        """Identity of the model as it is now, of what its caches keep, and of the kernels: another backend
+        rounds otherwise. ``gaps``: of caches from which rows were evicted."""
+        kernels = f"{NAME} {dispatch.kernels(self._backend).name}"
         return replace(
-            now, layers=layer_specs(self.plan, gaps=gaps), attention=attention_of(self.plan, now.attention),
+            self._identity.now(), layers=layer_specs(self.plan, gaps=gaps), attention=attention_of(self.plan, kernels),
             runtime_state_version=STATE_VERSION,
         )  # fmt: skip
 
@@ -109,10 +110,13 @@ class LiveStore:
         """Save what ``cache`` holds of ``ids``, computed by this model from exactly those: all of them, or
         all but the last, which was chosen and never fed.
 
-        Raises RecordError for another length and for a cache of another plan, and what the store raises."""
+        Raises RecordError for another length and for a cache of another model or plan, and what the store
+        raises."""
         tokens, length = hf_request.token_ids(ids), cache.get_seq_length()
         if length not in (len(tokens), len(tokens) - 1):
             raise RecordError(f"the cache holds {length} tokens, {len(tokens)} ids were given")
+        if cache.model is None or base_model(cache.model) is not self._model:
+            raise RecordError("the cache is another model's than this store")
         if cache.live.plan != self.plan:
             raise RecordError("the cache follows another plan than this store")
         return self._prefixes.save(

@@ -60,9 +60,12 @@ def plan(policy: Policy, rows: int, keep: int, importance: npt.NDArray[np.float3
     """Indices of the rows that stay of ``rows``, ascending; None where all do. ``importance`` (rows,)
     is needed by `Mass` alone.
 
-    Raises RecordError for a negative budget, or where `Mass` has no importance to go by."""
-    if keep < 0:
-        raise RecordError(f"an eviction down to {keep} rows, expected at least 0")
+    Raises RecordError for another policy, a budget that is negative or no whole number, or where `Mass` has
+    no importance to go by."""
+    if not isinstance(keep, (int, np.integer)) or keep < 0:
+        raise RecordError(f"an eviction down to {keep!r} rows, expected a whole number of at least 0")
+    if not isinstance(policy, (Recent, Mass)):
+        raise RecordError(f"an eviction policy of {policy!r}, expected Recent() or Mass()")
     if rows <= keep:
         return None
     if isinstance(policy, Recent):

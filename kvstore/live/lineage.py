@@ -1,9 +1,11 @@
 """What was done to the rows of a cache that the tokens do not tell.
 
 A lineage is a digest over operations, each with what decides its outcome; rows of different lineages
-are never mixed (`schema.records`). Evictions, context shifts, Nystroem seals, changes of a row's precision
-and going back behind any of these are such operations. Trimming a sliding window is none (nobody can read
-those rows), and neither is the freeze of a format's field (it is a function of the rows).
+are never mixed (`schema.records`). Evictions, context shifts, Nystroem seals and changes of a row's
+precision are such operations. Trimming a sliding window is none (nobody can read those rows), and neither
+is the freeze of a format's field (it is a function of the rows). Taking tokens back is none, unless what
+was done before is left standing on tokens that are gone: rows evicted or shifted, or a field fixed,
+further on than the cut.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from warmkv.kvstore.live.plan import NystromPlan
 from warmkv.schema.ids import lineage_after as after
 from warmkv.schema.records import CLEAN, Lineage
 
-__all__ = ["CLEAN", "after", "evicted", "requantised", "sealed", "shifted", "went_back", "wired"]
+__all__ = ["CLEAN", "after", "evicted", "requantised", "rewound", "sealed", "shifted", "wired"]
 
 
 def evicted(lineage: Lineage, policy: Policy, position: int, kept: Iterable[tuple[int, Kept]]) -> Lineage:
@@ -48,23 +50,25 @@ def shifted(
     return after(lineage, "shifted", position, keep, count, gone, turned)
 
 
-def went_back(lineage: Lineage, position: int) -> Lineage:
-    """After tokens from ``position`` on were taken back behind a change of their rows: rows computed for the
-    same tokens now are not those that were there."""
-    return after(lineage, "went back", position)
-
-
 def requantised(
     lineage: Lineage,
     layer: int,
+    position: int,
     keys: tuple[RowFormat, RowFormat],
     values: tuple[RowFormat, RowFormat],
     seeds: Iterable[int] = (),
 ) -> Lineage:
-    """After rows of a layer were written in other formats: each pair is (before, after). ``seeds`` are those
+    """After the rows of a layer up to ``position`` were written in other formats: each pair is (before, after).
+    Rows behind it were never anything else. ``seeds`` are those
     of keys before, after, and of values before, after, -1 where nothing is rotated; none where nothing is at all."""
     formats = (format_.value for pair in (keys, values) for format_ in pair)
-    return after(lineage, "requantised", layer, *formats, *(f"{seed:d}" for seed in seeds))
+    return after(lineage, "requantised", layer, position, *formats, *(f"{seed:d}" for seed in seeds))
+
+
+def rewound(lineage: Lineage, position: int, fields: Iterable[tuple[int, bytes]] = ()) -> Lineage:
+    """After tokens back to ``position`` were forgotten that earlier operations had gone by; ``fields``
+    (layer, bytes) are those fixed from rows that are gone."""
+    return after(lineage, "rewound", position, tuple(fields))
 
 
 def wired(lineage: Lineage, layer: int, position: int, base: int, half: bool) -> Lineage:

@@ -12,6 +12,7 @@ from typing import Union
 
 from warmkv.kernels import dispatch
 from warmkv.kernels.dispatch import Backend, Kernels
+from warmkv.kernels.formats import WARMUP_ROWS
 from warmkv.kvstore.live import evict, wire
 from warmkv.kvstore.live import lineage as lineages
 from warmkv.kvstore.live.evict import Mass, Policy
@@ -60,8 +61,8 @@ class ModelCache:
         )
         self._lineage = CLEAN
         self.shift_offset = 0
-        # Rows before this position were changed since they were computed: computing them again gives others.
-        self._changed_before = 0
+        #: Position up to which tokens decided what the lineage tells.
+        self._decided = 0
         self._seals_told: set[int] = set()
 
     @property
@@ -91,11 +92,11 @@ class ModelCache:
     @lineage.setter
     def lineage(self, found: Lineage) -> None:
         """Set by whoever just changed rows, or put state from elsewhere into the layers, seals among it
-        included. Raises RecordError for anything that is no lineage."""
-        if len(found) != ID_BYTES:
-            raise RecordError(f"a lineage of {len(found)} bytes, expected {ID_BYTES}")
+        included. Raises
+        RecordError for anything that is no lineage."""
+        _check_lineage(found)
         self._lineage = found
-        self._changed_before = 0 if found == CLEAN else self.position
+        self._decided = 0 if found == CLEAN else self.position
         self._seals_told = {layer.index for layer in self.own if isinstance(layer, NystromLayer) and layer.sealed}
 
     def evict(self, keep: int) -> int:
@@ -119,25 +120,29 @@ class ModelCache:
         gone = sum(layer.rows - len(kept) for layer, kept in plans)
         for change in changes:
             change()
-        self._lineage, self._changed_before = after, self.position
+        self._lineage, self._decided = after, self.position
         return gone
 
     def truncate_last(self, count: int) -> None:
-        """Forget the newest ``count`` positions of every layer. The lineage changes where that goes back behind
-        an eviction, a shift or what was restored of such rows: who computes the same tokens again gets other
-        rows. Raises RecordError or CannotRewind where one layer cannot, and then none has."""
+        """Forget the newest ``count`` positions of every layer. Raises RecordError or CannotRewind where
+        one layer cannot, and then none has.
+
+        The lineage changes where something stays that forgotten tokens decided: an eviction or a shift at a later
+        position (the rows between were first computed with what it gave up), or a field fixed from rows
+        that are gone."""
         for layer in self.own:
             layer.check_truncate(count)
+        before = self.lineage
         for layer in self.own:
             layer.truncate_last(count)
-        self._went_back()
+        if count:
+            self._taken_back(before)
 
     def clear(self) -> None:
         """Forget the conversation in all layers; weights and sizes stay, the lineage is clean."""
         for layer in self.own:
             layer.clear()
-        self._lineage = CLEAN
-        self.shift_offset = self._changed_before = 0
+        self._lineage, self._decided, self.shift_offset = CLEAN, 0, 0
         self._seals_told.clear()
 
     def memory(self) -> LayerMemory:
@@ -155,6 +160,7 @@ class ModelCache:
         with gaps, change it further.
 
         Raises FormatError, UnsupportedError, RecordError, OutOfMemory; no layer has changed then."""
+        _check_lineage(lineage)
         if len(records) != len(self.own):
             raise FormatError(f"{len(records)} layer records, expected {len(self.own)}")
         prepared = [wire.prepare_import(layer, data) for layer, data in zip(self.own, records, strict=True)]
@@ -167,11 +173,11 @@ class ModelCache:
         self.lineage = told
         self.shift_offset = 0
 
-    def _went_back(self) -> None:
-        """After positions were taken back in every layer."""
-        position = self.position
-        if position < self._changed_before:
-            self._lineage, self._changed_before = lineages.went_back(self.lineage, position), position
+    def _taken_back(self, before: Lineage) -> None:
+        """Tell what is left standing, once positions were taken back in every layer; ``before`` is the lineage then."""
+        fields = _stale_fields(self.own)
+        if fields or self.position < self._decided:
+            self._lineage, self._decided = lineages.rewound(before, self.position, fields), self.position
 
     @property
     def _evictable(self) -> list[AttentionLayer]:
@@ -191,6 +197,24 @@ def make_layer(plan: LayerPlan, index: int, kernels: Kernels, threads: int, allo
     if plan.kind in (LayerKind.FULL, LayerKind.SLIDING):
         return AttentionLayer(plan, index=index, kernels=kernels, threads=threads, allocate=allocate)
     raise RecordError(f"layer {index} ({plan.kind.name}) has no state of its own")
+
+
+def _check_lineage(found: Lineage) -> None:
+    if not isinstance(found, bytes) or len(found) != ID_BYTES:
+        size = f"{len(found)} bytes" if isinstance(found, bytes) else type(found).__name__
+        raise RecordError(f"a lineage of {size}, expected {ID_BYTES} bytes")
+
+
+def _stale_fields(layers: Sequence[Layer]) -> tuple[tuple[int, bytes], ...]:
+    """(layer, field) of frozen fields that were fixed from more rows than there are now. Windows are never
+    trimmed before that, so that their position tells; of evicted layers too many are taken for stale."""
+    found = []
+    for layer in layers:
+        if isinstance(layer, AttentionLayer) and layer.plan.quantised:
+            rows = layer.position if layer.plan.window else layer.rows
+            fields = [plane.field for plane in (layer.keys, layer.values)]
+            found += [(layer.index, field.tobytes()) for field in fields if field is not None and rows < WARMUP_ROWS]
+    return tuple(found)
 
 
 def _wired(before: Lineage, layers: Sequence[Layer], records: Sequence[WireRecord]) -> Lineage:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
+import numpy as np
+
 from warmkv.kernels.formats import RowFormat
 from warmkv.kernels.nystrom.reference import EXACT_SLACK, MIN_LANDMARKS, Rectifier
 from warmkv.kernels.turboquant.reference import Estimator
@@ -147,6 +149,8 @@ class LayerPlan:
 
     def validate(self, index: int) -> None:
         """Raises RecordError that names layer ``index``, what was found and what was expected."""
+        if not isinstance(self.kind, LayerKind):
+            raise RecordError(f"layer {index}: kind {self.kind!r}, expected a LayerKind")
         where = f"layer {index} ({self.kind.name})"
         if self.kind not in PLANNED:
             raise RecordError(f"{where}: expected one of {', '.join(sorted(kind.name for kind in PLANNED))}")
@@ -166,12 +170,17 @@ class LayerPlan:
             return
         for name in ("heads", "kv_heads", "key_size", "value_size"):
             _size(where, name, getattr(self, name))
+        for name in ("key_format", "value_format"):
+            if not isinstance(getattr(self, name), RowFormat):
+                raise RecordError(f"{where}: {name} is {getattr(self, name)!r}, expected a RowFormat")
         if self.heads % self.kv_heads:
             raise RecordError(f"{where}: {self.heads} query heads over {self.kv_heads} KV heads, expected a multiple")
         if self.alive and len(self.alive) != self.kv_heads:
             raise RecordError(f"{where}: an alive mask of {len(self.alive)} for {self.kv_heads} KV heads")
         if self.alive and not any(self.alive):
             raise RecordError(f"{where}: no KV head is alive")
+        if not isfinite(self.scale) or not isfinite(self.softcap) or self.softcap < 0:
+            raise RecordError(f"{where}: scale {self.scale}, soft cap {self.softcap}; expected finite ones, the cap at least 0")
         if (self.kind is LayerKind.SLIDING) != (self.window > 0):
             raise RecordError(f"{where}: window {self.window}, expected at least 1 for SLIDING layers and 0 for others")
         if (self.kind is LayerKind.RING) != (self.ring is not None):
@@ -248,8 +257,8 @@ class ModelPlan:
 
 
 def _size(where: str, name: str, value: int) -> None:
-    if not 1 <= value <= MAX_SIZE:
-        raise RecordError(f"{where}: {name} is {value}, expected 1 to {MAX_SIZE}")
+    if not isinstance(value, (int, np.integer)) or not 1 <= value <= MAX_SIZE:
+        raise RecordError(f"{where}: {name} is {value!r}, expected 1 to {MAX_SIZE}")
 
 
 def modes(*, rotated: bool = False) -> Sequence[tuple[str, RowFormat, RowFormat]]:

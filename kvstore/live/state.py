@@ -145,9 +145,11 @@ class InferenceState(ModelCache):
             log.warning("%s has forgotten its state at position %d: all is cleared", where(lost.plan, lost.index), length)
             self.clear()
             return 0
+        before = self.lineage
         for layer in self.own:
             layer.truncate_last(counts[layer.index])
-        self._went_back()
+        if any(counts.values()):
+            self._taken_back(before)
         return length
 
     def shift(self, keep: int, count: int, rope: Rope | None = None, *, gone: TokensLike | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -161,3 +162,25 @@ def check_child(client: Client, plan: ModelPlan, parent: int) -> None:
             for one in (cache, twin):
                 fill(one, 5, seed=4)
             assert contents(cache) == contents(twin)
+
+
+@pytest.mark.parametrize("name", ["q8", "window bf16", "importance"])
+def test_mapped_rows_stay_when_all_that_gave_them_is_gone(served: DaemonProcess, name: str) -> None:
+    """Restored is closed, the prefix forgotten, the client closed, the daemon killed; then a fork reads on."""
+    original = cache_of(name)
+    identity, ids, lent = identity_of(original.plan), prompt(LENGTH), ModelCache(original.plan, backend="reference")
+    with connect(served) as client:
+        save(client, identity, ids, original)
+        with client.restore(identity, [*ids.tolist(), 1]) as restored:
+            assert on_prefix(lent, restored) == LENGTH
+        client.forget(identity, ids)
+        assert client.restore(identity, [*ids.tolist(), 1]).usable == 0
+    served.kill()
+    assert lent.memory().mapped and contents(lent) == contents(original)
+    child = os.fork()
+    if not child:
+        os._exit(0 if contents(lent) == contents(original) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    fill(lent, STEPS)
+    fill(original, STEPS)
+    assert contents(lent) == contents(original)

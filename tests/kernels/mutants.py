@@ -21,6 +21,7 @@ class Mutant:
 
 REFERENCE, CHUNK, SOFTEN = (f"kernels/attention/{name}.py" for name in ("reference", "chunk", "soften"))
 FAST, COMPILED, LAYER = (f"kernels/attention/{name}.py" for name in ("fast", "compiled", "layer"))
+LANES = "kernels/compiled/lanes.py"
 QUANT, QUANT_FAST = "kernels/quant/reference.py", "kernels/quant/fast.py"
 RING, RING_FAST = "kernels/ring/reference.py", "kernels/ring/fast.py"
 NYSTROM, NYSTROM_FAST = "kernels/nystrom/reference.py", "kernels/nystrom/fast.py"
@@ -95,6 +96,10 @@ MUTANTS = (
         "factor = np.float64(words.number(field + 4 * channel)) if field else 1.0", "factor = 1.0", OF_FAST,
     ),
     Mutant(
+        "compiled: halves without their sign where the machine has none", LANES, "builder.bitcast(builder.or_(size, sign), _VEC)",
+        "builder.bitcast(size, _VEC)", ("kernels/test_lanes.py",),
+    ),
+    Mutant(
         "compiled: scales of other rows", FAST, "scales = rows.ctypes.data + low * scales_apart", "scales = rows.ctypes.data",
         OF_FAST,
     ),
@@ -158,9 +163,9 @@ MUTANTS = (
     ),
     Mutant(
         "answers observed though not to be", ATTENTION,
-        "softcap=self.plan.softcap, sinks=self._alive_sinks(), importance=self.importance if observe else None,\n"
-        "                threads=self.threads,", "softcap=self.plan.softcap, sinks=self._alive_sinks(), "
-        "importance=self.importance, threads=self.threads,", OF_ATTENTION,
+        "importance=self.importance if observe else None, threads=self.threads,\n        ).out  # fmt: skip\n"
+        "        return self._with_dead(out, 0)", "importance=self.importance, threads=self.threads,\n"
+        "        ).out  # fmt: skip\n        return self._with_dead(out, 0)", OF_ATTENTION,
     ),
     Mutant(
         "the next position counted from rows", PLACES, "        self.rows = len(kept)\n",

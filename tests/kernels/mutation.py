@@ -77,8 +77,7 @@ def tried(tree: Path, mutant: Mutant, caches: Path, why: str) -> tuple[str, floa
 
 def run(tree: Path, tests: Sequence[str], caches: Path, most_s: float = TEST_S, *, aloud: bool = False) -> int:
     """Exit status of pytest up to the first failure, TOO_LONG after ``most_s``. Bytecode is not kept: its age is
-    told to the second only. What numba compiled is kept, by the age of the file it stands in: a fault in
-    kernels/compiled, which others inline, would need an empty folder."""
+    told to the second only. What numba compiled is kept, by what it is made of."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"PYTHONDONTWRITEBYTECODE": "1", "NUMBA_CACHE_DIR": str(caches), "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)]

@@ -145,7 +145,7 @@ def test_rows_out_of_sight_may_be_anything(format_: str, first: int) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("plane", ["keys", "values"])
 @pytest.mark.parametrize("row", [0, 17, 69])
-@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.filterwarnings("error")  # a logit that is no number is an answer, not a mishap
 def test_numbers_that_are_not_finite_poison_what_they_poison_in_the_reference(bad: float, plane: str, row: int) -> None:
     q, k, v = rows(5, 20, 1, 0.2), rows(70, 20, 2), rows(70, 20, 3)
     (k if plane == "keys" else v)[row, 3] = bad

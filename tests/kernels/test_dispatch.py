@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,13 +18,18 @@ from warmkv.kernels.errors import BackendMissing
 
 
 @pytest.fixture
-def without_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+def undecided() -> Iterator[None]:
+    """Nobody has asked for a backend yet, and nobody remembers afterwards which it was."""
     for cached in (dispatch._best, dispatch._fast):
         cached.cache_clear()
     yield
     for cached in (dispatch._best, dispatch._fast):
         cached.cache_clear()
+
+
+@pytest.fixture
+def without_numba(monkeypatch: pytest.MonkeyPatch, undecided: None) -> None:
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
 
 
 def test_reference_is_there_whatever_is_installed(without_numba: None) -> None:
@@ -63,6 +69,14 @@ def test_a_numba_that_cannot_be_loaded_is_missing_with_its_reason() -> None:
     )
     said = _python(program).splitlines()
     assert said[0].startswith("backend 'fast' cannot be loaded: ") and "numba" in said[0] and said[1] == "reference"
+
+
+def test_a_numba_that_is_too_old_is_missing(monkeypatch: pytest.MonkeyPatch, undecided: None) -> None:
+    numba = pytest.importorskip("numba")
+    monkeypatch.setattr(numba, "version_info", SimpleNamespace(short=(0, 61)))
+    with pytest.raises(BackendMissing, match=r"cannot be loaded: numba .* is older than 0\.62"):
+        kernels("fast")
+    assert kernels() is REFERENCE
 
 
 def test_nothing_compiled_is_loaded_before_it_is_asked_for() -> None:

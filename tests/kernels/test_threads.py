@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -95,6 +96,46 @@ def test_callers_on_many_threads_share_the_pool() -> None:
     for caller in callers:
         caller.join()
     assert sorted(done) == sorted(list(range(200)) * 6)
+
+
+def test_where_no_thread_can_be_started_the_caller_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    done: list[int] = []
+    threads.run(done.append, 20, 4)
+    assert done == list(range(20))
+
+
+def test_a_thread_that_was_refused_but_came_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = threads._submit
+
+    def taken_and_refused(helper: Future[None], work: threads._Work) -> None:
+        submit(helper, work)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads, "_submit", taken_and_refused)
+    begun, done = threading.Barrier(2), []
+
+    def task(index: int) -> None:
+        begun.wait(timeout=30)
+        if threading.current_thread().name.startswith(threads.NAME):
+            time.sleep(0.05)
+        done.append(index)
+
+    threads.run(task, 2, 2)
+    assert sorted(done) == [0, 1]
+
+
+def test_work_that_is_left_to_the_end_of_the_interpreter_is_done() -> None:
+    program = (
+        "import atexit, threading; from warmkv.kernels import threads\n"
+        "def late(): done = []; threads.run(done.append, 20, 4); print(sorted(done) == list(range(20)))\n"
+        "atexit.register(late)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=_environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
 def test_no_thread_is_asked_for() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,6 +111,42 @@ def test_specs_say_what_is_kept() -> None:
     assert len(seen) == len(PLANS)
     alive = replace(PLANS["dead heads"].layers[0], alive=(True, True, True, False, False))
     assert layer_specs(ModelPlan((alive,)))[0] != full
+
+
+@pytest.mark.parametrize(
+    "change", [{"scale": 0.3}, {"ring": {"inv_freq": (1.0, 0.2)}}, {"ring": {"rope_scale": 2.0}}, {"ring": {"sinks": 1}}]
+)
+def test_what_the_raw_keys_of_a_ring_mean_is_part_of_its_spec(change: dict[str, Any]) -> None:
+    plan = PLANS["ring"].layers[0]
+    assert plan.ring is not None
+    other = replace(plan, **{**change, **({"ring": replace(plan.ring, **change["ring"])} if "ring" in change else {})})
+    assert layer_specs(ModelPlan((other,))) != layer_specs(ModelPlan((plan,)))
+    undo = replace(plan, ring=replace(plan.ring, undo_rows=1))
+    assert layer_specs(ModelPlan((undo,))) == layer_specs(ModelPlan((plan,)))
+
+
+@pytest.mark.parametrize(
+    "change", [{"importance": False}, {"scale": 0.3}, {"heads": 8}, *({"nystrom": {name: 7}} for name in ("landmarks", "sinks"))]
+)
+def test_what_a_nystroem_state_means_is_part_of_its_spec(change: dict[str, Any]) -> None:
+    plan = PLANS["nystroem"].layers[0]
+    assert plan.nystrom is not None
+    other = replace(
+        plan, **{**change, **({"nystrom": replace(plan.nystrom, **change["nystrom"])} if "nystrom" in change else {})}
+    )
+    assert layer_specs(ModelPlan((other,))) != layer_specs(ModelPlan((plan,)))
+
+
+def test_rows_given_up_behind_the_back_of_the_lineage_are_not_saved() -> None:
+    cache = made(PLANS["f32"])
+    fill(cache, 20)
+    for layer in cache.own:
+        assert isinstance(layer, AttentionLayer)
+        layer.keep([0, 1, 18, 19])
+    with pytest.raises(RecordError, match="lineage is clean"):
+        records_of(cache, 20)
+    cache.lineage = bytes(range(16))
+    assert len(records_of(cache, 20)) == 2
 
 
 @by_plan

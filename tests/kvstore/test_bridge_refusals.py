@@ -270,6 +270,22 @@ def test_only_a_conversion_that_was_asked_for_writes_rows_anew(store: Store) -> 
     assert not np.array_equal(codes, wanted)
 
 
+def test_conversions_of_prefixes_of_different_lengths_do_not_mix(store: Store) -> None:
+    """Rows behind what was converted were never quantised."""
+    source, ids = made(PLANS["q8"]), prompt(91)
+    fill(source, 90)
+    save(store, identity_of(PLANS["q8"]), ids[:90], source)
+    found = {}
+    for length in (70, 80):
+        cache = made(PLANS["f32"])
+        with store.restore(identity_of(PLANS["q8"]), ids[: length + 1]) as restored:
+            assert restore_into(cache, restored, convert=True) == length
+        fill(cache, 90 - length)
+        found[cache.lineage] = contents(cache)
+    (one, other) = found.values()
+    assert one != other, "which is why their lineages differ"
+
+
 @pytest.mark.parametrize("name", ["window f32", "importance", "dead heads"])
 def test_a_conversion_changes_formats_only(store: Store, name: str) -> None:
     cache = made(PLANS["f32"])

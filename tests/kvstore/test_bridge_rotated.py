@@ -237,16 +237,18 @@ def test_another_seed_is_another_lineage(store: Store) -> None:
             told.add(cache.lineage)
     pair = (RowFormat.TQ_KEY, RowFormat.TQ_KEY), (RowFormat.TQ_VALUE, RowFormat.TQ_VALUE)
     assert told == {
-        lineages.after(CLEAN, "requantised", 0, "tq_key", "tq_key", "tq_value", "tq_value", "42", str(seed), "42", str(seed))
+        lineages.after(
+            CLEAN, "requantised", 0, LENGTH, "tq_key", "tq_key", "tq_value", "tq_value", "42", str(seed), "42", str(seed)
+        )
         for seed in (0, 1, 43)
     }
-    assert lineages.requantised(CLEAN, 0, *pair, (42, 1, 42, 1)) in told
+    assert lineages.requantised(CLEAN, 0, LENGTH, *pair, (42, 1, 42, 1)) in told
 
 
 def test_rows_without_a_rotation_keep_the_lineage_they_had() -> None:
     pairs = (RowFormat.F32, RowFormat.Q8_2F), (RowFormat.F16, RowFormat.F32)
-    expected = lineages.after(CLEAN, "requantised", 3, "f32", "q8_2f", "f16", "f32")
-    assert lineages.requantised(CLEAN, 3, *pairs) == expected
+    expected = lineages.after(CLEAN, "requantised", 3, LENGTH, "f32", "q8_2f", "f16", "f32")
+    assert lineages.requantised(CLEAN, 3, LENGTH, *pairs) == expected
 
 
 def test_rows_at_odd_addresses_are_attended_where_they_lie(store: Store) -> None:

@@ -55,6 +55,8 @@ class AttentionLayer:
         plan.validate(index)
         if plan.kind not in _KINDS:
             raise RecordError(f"{where(plan, index)}: expected one of {', '.join(sorted(kind.name for kind in _KINDS))}")
+        if threads < 1:
+            raise RecordError(f"{where(plan, index)}: {threads} threads, expected at least 1")
         self.plan, self.index, self.threads = plan, index, threads
         self.kernels = kernels or kernels_of("auto")
         self.allocate = allocate
@@ -62,7 +64,10 @@ class AttentionLayer:
         self._name = self._makings.name
         self._sinks: F32 | None = None
         alive = plan.alive_heads
-        self._queries = [head * plan.group + at for head in alive for at in range(plan.group)]
+        # Query heads that are answered; None: all, and nothing has to be picked out.
+        self._queries: list[int] | None = None
+        if len(alive) < plan.kv_heads:
+            self._queries = [head * plan.group + at for head in alive for at in range(plan.group)]
         self._places = Places(self._name, plan.window)
         self._extremes = AbsMax(2)
         self.generation = next_generation()
@@ -135,15 +140,16 @@ class AttentionLayer:
         last = self.rows if upto is None else upto
         if not 0 <= last <= self.rows:
             raise RecordError(f"{self._name}: attention up to row {last}, {self.rows} rows are stored")
-        out = np.zeros((self.plan.heads, self.plan.value_size), np.float32)
-        if last:
-            keys, values = self._blocks()
-            out[self._queries] = attend_heads(
-                self.kernels, q[self._queries], keys, values, scale=self.plan.logit_scale, first=self._first(last), upto=last,
-                softcap=self.plan.softcap, sinks=self._alive_sinks(), importance=self.importance if observe else None,
-                threads=self.threads,
-            ).out  # fmt: skip
-        return out
+        first = self._first(last)
+        if not last:
+            return np.zeros((self.plan.heads, self.plan.value_size), np.float32)
+        keys, values = self._blocks()
+        out = attend_heads(
+            self.kernels, q if self._queries is None else q[self._queries], keys, values, scale=self.plan.logit_scale,
+            first=first, upto=last, softcap=self.plan.softcap, sinks=self._alive_sinks(),
+            importance=self.importance if observe else None, threads=self.threads,
+        ).out  # fmt: skip
+        return self._with_dead(out, 0)
 
     def attend_chunk(self, q: F32, *, observe: bool = True) -> F32:
         """The answers (n, heads, value_size) to queries (n, heads, key_size) of the newest n rows, each of
@@ -151,16 +157,16 @@ class AttentionLayer:
         q = checks.floats(q, (None, self.plan.heads, self.plan.key_size), f"{self._name}: queries")
         if len(q) > self.rows:
             raise RecordError(f"{self._name}: queries of {len(q)} positions, {self.rows} rows are stored")
-        out = np.zeros((len(q), self.plan.heads, self.plan.value_size), np.float32)
-        if len(q):
-            self._first(self.rows - len(q) + 1)
-            keys, values = self._blocks()
-            out[:, self._queries] = attend_heads_chunk(
-                self.kernels, q[:, self._queries], keys, values, scale=self.plan.logit_scale, start=self.rows - len(q),
-                window=self.plan.window, softcap=self.plan.softcap, sinks=self._alive_sinks(),
-                importance=self.importance if observe else None, threads=self.threads,
-            ).out  # fmt: skip
-        return out
+        if not len(q):
+            return np.zeros((0, self.plan.heads, self.plan.value_size), np.float32)
+        self._first(self.rows - len(q) + 1)
+        keys, values = self._blocks()
+        out = attend_heads_chunk(
+            self.kernels, q if self._queries is None else q[:, self._queries], keys, values, scale=self.plan.logit_scale,
+            start=self.rows - len(q), window=self.plan.window, softcap=self.plan.softcap, sinks=self._alive_sinks(),
+            importance=self.importance if observe else None, threads=self.threads,
+        ).out  # fmt: skip
+        return self._with_dead(out, 1)
 
     def attend_head(self, q: F32, head: int) -> tuple[F32, F32]:
         """One query (key_size,) of query head ``head``: its answer (value_size,) and the probability of every
@@ -321,8 +327,18 @@ class AttentionLayer:
         heads = range(self.keys.heads)
         return [self.keys.blocks(head) for head in heads], [self.values.blocks(head) for head in heads]
 
+    def _with_dead(self, answers: F32, axis: int) -> F32:
+        """Answers of the query heads of alive KV heads along ``axis``, with zeros for the others."""
+        if self._queries is None:
+            return answers
+        shape = list(answers.shape)
+        shape[axis] = self.plan.heads
+        out = np.zeros(shape, np.float32)
+        out[(slice(None),) * axis + (self._queries,)] = answers
+        return out
+
     def _alive_sinks(self) -> F32 | None:
-        return None if self._sinks is None else self._sinks[self._queries]
+        return self._sinks if self._sinks is None or self._queries is None else self._sinks[self._queries]
 
     def _counted(self) -> F32:
         mass = self.importance

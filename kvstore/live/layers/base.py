@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import count
 from typing import Protocol
 
+import numpy as np
+
 from warmkv.kvstore.live.memory import LayerMemory
 from warmkv.kvstore.live.plan import LayerPlan
 from warmkv.schema.errors import RecordError
@@ -64,6 +66,9 @@ def where(plan: LayerPlan, index: int) -> str:
 
 
 def check_count(name: str, count: int, position: int) -> None:
-    """Raises RecordError unless 0 <= ``count`` <= ``position``; ``name`` is what `where` gives."""
+    """Raises RecordError unless ``count`` is a whole number and 0 <= ``count`` <= ``position``; ``name`` is
+    what `where` gives."""
+    if not isinstance(count, (int, np.integer)):
+        raise RecordError(f"{name}: {count!r} positions to forget, expected a whole number")
     if not 0 <= count <= position:
         raise RecordError(f"{name}: {count} positions to forget, expected 0 to {position}")

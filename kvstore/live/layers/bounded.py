@@ -22,7 +22,7 @@ from warmkv.kvstore.live.layers import checks
 from warmkv.kvstore.live.layers.base import check_count, next_generation, where
 from warmkv.kvstore.live.memory import LayerMemory
 from warmkv.kvstore.live.plan import LayerPlan
-from warmkv.kvstore.live.rows.allocation import Allocate, allocate
+from warmkv.kvstore.live.rows.allocation import Allocate, allocate, refusals
 from warmkv.schema.errors import CannotRewind, RecordError
 
 
@@ -59,7 +59,9 @@ class BoundedLayer:
         self._undo_values = _zeros(allocate, plan.ring.undo_rows, plan.kv_heads, plan.value_size)
         self._undone = 0
         self._ring = plan.ring
-        self._rotation = _rotation(plan.ring.window, plan.ring.inv_freq, plan.ring.rope_scale)
+        table = 2 * plan.ring.window * len(plan.ring.inv_freq) * np.dtype(np.float32).itemsize
+        with refusals(table, f"{where(plan, index)}: its table of rotations"):
+            self._rotation = _rotation(plan.ring.window, plan.ring.inv_freq, plan.ring.rope_scale)
         self._kernels = kernels or dispatch.kernels("auto")
         self.sink_keys: F32 | None = None
         self.sink_values: F32 | None = None
@@ -93,7 +95,7 @@ class BoundedLayer:
     def step_chunk(self, q: F32, k: F32, v: F32) -> F32:
         """As many steps as ``q`` (n, heads, key_size), ``k`` (n, kv_heads, key_size) and ``v`` (n, kv_heads,
         value_size) have positions; returns (n, heads, value_size). Raises RecordError, nothing changed."""
-        self._check(q, k, v, (len(q),))
+        self._check(q, k, v, (len(q) if np.ndim(q) else 0,))
         out = np.empty((len(q), self.plan.heads, self.plan.value_size), np.float32)
         for at in range(len(q)):
             self._insert(k[at], v[at])

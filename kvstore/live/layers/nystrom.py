@@ -57,6 +57,7 @@ class NystromLayer:
         self._generation = next_generation()
         self._steps = self._sealed_rows = 0
         self._transition = False
+        self._sinks: F32 | None = None
         self._rows: Collecting | None = self._collecting(self._asked_for)
 
     @property
@@ -175,7 +176,7 @@ class NystromLayer:
     def step_chunk(self, q: F32, k: F32, v: F32) -> F32:
         """As many steps as ``q`` (n, heads, key_size), ``k`` and ``v`` (n, kv_heads, ...) have positions;
         returns (n, heads, value_size). Raises as `step`."""
-        self._check_step(q, k, v, (len(q),))
+        self._check_step(q, k, v, (len(q) if np.ndim(q) else 0,))
         out = np.empty((len(q), self.plan.heads, self.plan.value_size), np.float32)
         for at in range(len(q)):
             out[at] = self._step(q[at], k[at], v[at])
@@ -227,7 +228,8 @@ class NystromLayer:
         """``constant`` is the query trace while collecting, the states once sealed."""
         if self._rows is not None:
             return self._rows.memory()
-        return LayerMemory(constant=sum(map(memory_bytes, self.groups)))
+        weights = 0 if self._sinks is None else self._sinks.nbytes
+        return LayerMemory(constant=sum(map(memory_bytes, self.groups)), weights=weights)
 
     @property
     def _asked_for(self) -> int | None:
@@ -240,7 +242,12 @@ class NystromLayer:
         self, *, rows: Collecting | None = None, groups: tuple[Group, ...] = (), failure: str | None = None,
         sealed_rows: int = 0, steps: int = 0,
     ) -> None:  # fmt: skip
-        """The one change of phase: what is not named is given up."""
+        """The one change of phase: what is not named is given up, but for learned sinks, a weight of whatever rows
+        there are next."""
+        if self._rows is not None:
+            self._sinks = self._rows.attention.sinks
+        if rows is not None:
+            rows.attention.sinks = self._sinks
         self._rows, self.groups, self.failure = rows, groups, failure
         self._sealed_rows, self._steps, self._transition = sealed_rows, steps, False
         self._generation = next_generation()

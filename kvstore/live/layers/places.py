@@ -32,15 +32,20 @@ class Places:
     def check_truncate(self, count: int) -> None:
         """As `LayerState.check_truncate`: what a shorter sequence would see must be stored."""
         check_count(self.name, count, self.position)
-        if count > self.solid:
-            raise CannotRewind(f"{self.name}: {count} positions to forget, the newest {self.solid} rows are consecutive")
         back = self.position - count
         if count and self.window and self.base > max(0, back - self.window + 1):
             raise CannotRewind(
-                f"{self.name}: at position {back} a window of {self.window} starts before row {self.base}, the oldest stored"
+                f"{self.name}: {count} positions to forget; at position {back} a window of {self.window} starts before row "
+                f"{self.base}, the oldest stored"
+            )
+        if count > self.solid:
+            raise CannotRewind(
+                f"{self.name}: {count} positions to forget, expected 0 to {self.solid}: before the newest {self.solid} rows "
+                "some were given up"
             )
 
     def truncate(self, count: int) -> None:
+        count = int(count)  # numpy's numbers are no part of a position
         self.rows -= count
         self.position -= count
         self.solid -= count

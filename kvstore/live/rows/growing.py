@@ -286,5 +286,5 @@ class GrowingRows:
 def readonly(array: npt.NDArray[T]) -> npt.NDArray[T]:
     """A view that cannot be written through."""
     view = array.view()
-    view.flags.writeable = False
+    view.setflags(write=False)
     return view

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as t
+from transformers import masking_utils as masking
 
 from warmkv.kernels.nystrom import reference as nystrom
 from warmkv.kvstore.integrations import hf_live_attention as attention
@@ -387,11 +388,110 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         LiveCache(model, "q7")
     with pytest.raises(RecordError, match="keep_rows"):
         LiveCache(model, max_rows=10, keep_rows=10)
+    with pytest.raises(RecordError, match="keep_rows is 10 without max_rows"):
+        LiveCache(model, keep_rows=10)
 
 
 def test_another_models_cache_is_refused(ids: torch.Tensor) -> None:
     with pytest.raises(RecordError, match="layer 0"):
         logits(on_live("llama"), ids, LiveCache(on_live("qwen3")))
+
+
+def test_a_cache_goes_on_with_the_model_that_began_it(ids: torch.Tensor) -> None:
+    """Another one of the same sizes would attend over rows it never made."""
+    model, other = on_live("llama"), attend_with_live(live_models.make("llama", seed=1))
+    cache = LiveCache(model)
+    before = logits(model, ids[:, :40], cache)
+    with pytest.raises(RecordError, match="layer 0: the cache is another model's"):
+        logits(other, ids[:, 40:], cache)
+    assert torch.equal(torch.cat([before, logits(model, ids[:, 40:], cache)]), logits(model, ids, LiveCache(model), sizes=(40,)))
+
+
+def test_tokens_that_are_not_the_next_ones_are_refused(ids: torch.Tensor) -> None:
+    model = on_live("llama")
+    cache = LiveCache(model)
+    for places in (torch.arange(1, LENGTH + 1), torch.arange(LENGTH) // 2):
+        with pytest.raises(RecordError, match="the next one is 0"):
+            model(input_ids=ids, position_ids=places[None], cache=cache)
+    logits(model, ids, cache)
+    with pytest.raises(RecordError, match="the next one is 90"):
+        model.generate(ids, cache=cache, use_cache=False, max_new_tokens=3)  # feeds everything once more
+    assert cache.get_seq_length() == LENGTH
+
+
+@pytest.mark.parametrize(
+    "masked",
+    [
+        lambda model, rows, cache: masking.create_causal_mask(
+            model.config, rows, None, cache, block_sequence_ids=torch.zeros((1, 8), dtype=torch.long)
+        ),
+        lambda model, rows, cache: masking.create_causal_mask(
+            model.config, rows, None, cache, or_mask_function=lambda b, h, q, kv: kv < 4
+        ),
+        lambda model, rows, cache: masking.create_causal_mask(
+            model.config, rows, None, None, position_ids=torch.arange(8)[None] % 4
+        ),
+        lambda model, rows, cache: masking.create_bidirectional_mask(model.config, rows, None),
+    ],
+    ids=["blocks", "overlay", "packed", "bidirectional"],
+)
+def test_masks_that_are_not_causal_are_refused(masked: Any) -> None:
+    model = on_live("llama")
+    rows, cache = torch.zeros((1, 8, 48)), LiveCache(model)
+    assert masking.create_causal_mask(model.config, rows, None, cache) is None
+    with pytest.raises(UnsupportedError, match="causal only"):
+        masked(model, rows, cache)
+
+
+def test_windows_are_masks_live_caches_have() -> None:
+    model = on_live("gemma3")
+    assert masking.create_sliding_window_causal_mask(model.config, torch.zeros((1, 8, 48)), None, LiveCache(model)) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"position_bias": torch.zeros(1)}, "attention with position_bias"),
+        ({"sinks": torch.zeros(4)}, "attention with sinks"),
+        ({"is_causal": False}, "looks ahead"),
+    ],
+)
+def test_attention_that_is_asked_for_more_than_it_knows_refuses(
+    asked: dict[str, Any], said: str, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, spied = on_live("llama"), attention.attend
+    monkeypatch.setitem(t.AttentionInterface._global_mapping, attention.NAME, lambda *a, **given: spied(*a, **given, **asked))
+    cache = LiveCache(model)
+    with pytest.raises(UnsupportedError, match=said):
+        logits(model, ids, cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_values_that_change_behind_the_cache_are_refused(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, spied = on_live("llama"), attention.attend
+
+    def scaled(module: Any, query: Any, key: Any, value: Any, *arguments: Any, **given: Any) -> Any:
+        return spied(module, query, key, value * 2, *arguments, **given)
+
+    monkeypatch.setitem(t.AttentionInterface._global_mapping, attention.NAME, scaled)
+    with pytest.raises(UnsupportedError, match="changes its values"):
+        logits(model, ids, LiveCache(model))
+
+
+@pytest.mark.skipif(not hasattr(t, "Gemma4TextConfig"), reason="this version of the library has no such model")
+def test_layers_of_different_head_sizes_are_planned_each_for_itself(ids: torch.Tensor) -> None:
+    config = t.Gemma4TextConfig(
+        vocab_size=96, hidden_size=48, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        num_global_key_value_heads=1, attention_k_eq_v=True, head_dim=16, global_head_dim=32, sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"] * 2, vocab_size_per_layer_input=96, hidden_size_per_layer_input=8,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = t.Gemma4ForCausalLM(config).eval()
+    expected = logits(model, ids)
+    attend_with_live(model)
+    cache = LiveCache(model)
+    assert [(layer.kv_heads, layer.key_size) for layer in cache.live.plan.layers] == [(2, 16), (1, 32)] * 2
+    assert (logits(model, ids, cache, sizes=(33, 1)) - expected).abs().max() < TOLERANCE
 
 
 def test_a_cache_whose_layers_disagree_asks_to_be_reset(ids: torch.Tensor) -> None:

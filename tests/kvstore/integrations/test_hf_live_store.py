@@ -136,3 +136,17 @@ def test_a_cache_of_other_tokens_or_another_plan_is_not_saved(store: Store, toke
         lives.save(IDS[:, : HELD + 2], cache)
     with pytest.raises(RecordError, match="another plan"):
         LiveStore(model, tokenizer, store, "q8").save(IDS[:, :HELD], cache)
+    with pytest.raises(RecordError, match="another model's"):
+        LiveStore(made("llama"), tokenizer, store).save(IDS[:, :HELD], cache)
+
+
+def test_rows_of_another_backend_are_not_found(store: Store, tokenizer: t.PreTrainedTokenizerFast) -> None:
+    """Backends round otherwise, and so do all rows behind the first layer."""
+    pytest.importorskip("numba")
+    model = made("llama")
+    lives = LiveStore(model, tokenizer, store, backend="reference")
+    cache = lives.new()
+    feed(model, cache, 0, HELD)
+    lives.save(IDS[:, :HELD], cache)
+    assert LiveStore(model, tokenizer, store, backend="fast").load(IDS).get_seq_length() == 0
+    assert LiveStore(model, tokenizer, store, backend="reference").load(IDS).get_seq_length() == HELD

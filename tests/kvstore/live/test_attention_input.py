@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -242,6 +243,19 @@ def test_rows_given_at_the_start_are_taken_over() -> None:
 def test_plan_that_is_none_of_an_attention_layer_is_refused() -> None:
     with pytest.raises(RecordError, match="layer 2"):
         AttentionLayer(LayerPlan(LayerKind.RECURRENT, state_size=4), index=2, kernels=REFERENCE)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"scale": float("nan")}, {"scale": float("inf")}, {"softcap": -1.0}, {"softcap": float("nan")}]
+)
+def test_numbers_of_a_plan_no_logit_can_have_are_refused(changed: dict[str, float]) -> None:
+    with pytest.raises(RecordError, match="layer 1 .FULL.: scale .*, soft cap "):
+        AttentionLayer(replace(LayerPlan(LayerKind.FULL, 2, 1, 3, 3), **changed), index=1, kernels=REFERENCE)  # type: ignore[arg-type]
+
+
+def test_no_thread_is_asked_for() -> None:
+    with pytest.raises(RecordError, match="layer 1 .FULL.: 0 threads"):
+        AttentionLayer(LayerPlan(LayerKind.FULL, 2, 1, 3, 3), index=1, kernels=REFERENCE, threads=0)
 
 
 @pytest.mark.parametrize("name, keys, values", modes())

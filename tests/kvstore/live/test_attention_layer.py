@@ -316,8 +316,9 @@ def test_rollback_beyond_the_slack_of_a_trim_is_refused() -> None:
     assert cache.trim_window(slack=2) == 9
     # At position 18 the next query sees rows 9 to 18: row 9 is the oldest stored.
     before = codes(cache).tobytes()
-    with pytest.raises(CannotRewind, match="window of 10"):
-        cache.truncate_last(4)
+    for count in (4, 13):
+        with pytest.raises(CannotRewind, match="window of 10"):
+            cache.truncate_last(count)
     assert (cache.rows, cache.position, codes(cache).tobytes()) == (12, 21, before)
     cache.truncate_last(3)
     assert (cache.rows, cache.position, cache.base) == (9, 18, 9)
@@ -366,6 +367,19 @@ def test_chunk_whose_first_query_sees_rows_that_were_given_up_is_refused() -> No
     assert np.isfinite(cache.attend_chunk(q[:3])).all()
     with pytest.raises(RecordError, match="up to row 9"):
         cache.attend_chunk(q)
+
+
+def test_a_query_before_the_first_row_sees_nothing_or_what_was_given_up() -> None:
+    cache = layer(1, 4, window=1)
+    q = np.ones((1, 4), np.float32)
+    for position in range(5):
+        assert not cache.attend(q, upto=0).any()
+        cache.append(row(position, 1, 4, 1), row(position, 1, 4, 2))
+    assert cache.trim_window() == 4 and cache.rows == 1
+    for _ in range(2):
+        with pytest.raises(RecordError, match="rows before row 0 were given up"):
+            cache.attend(q, upto=0)
+        cache.truncate_last(min(1, cache.rows))
 
 
 def test_trim_gives_nothing_up_while_a_field_is_open() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from warmkv.kernels.dispatch import Kernels, kernels
 from warmkv.kernels.errors import BackendMissing
+from warmkv.kernels.ring.reference import Rotation
 from warmkv.kvstore.live.layers.bounded import BoundedLayer, RingSnapshot
 from warmkv.kvstore.live.plan import LayerPlan, RingPlan
 from warmkv.kvstore.testing.allocated import allocated_bytes
@@ -312,7 +313,12 @@ def test_rows_that_do_not_fit_are_refused_before_anything_is_inserted() -> None:
     for bad in steps:
         with pytest.raises(RecordError, match="layer 3 .RING.: (queries|keys|values)"):
             layer.step(*bad)
-    for bad in [(q[None], k[None], np.stack([v, v])), (q, k, v), (q[None], np.stack([k, k]), v[None])]:
+    for bad in [
+        (q[None], k[None], np.stack([v, v])),
+        (q, k, v),
+        (np.float32(1), k[None], v[None]),
+        (q[None], np.stack([k, k]), v[None]),
+    ]:
         with pytest.raises(RecordError, match="layer 3 .RING.: (queries|keys|values)"):
             layer.step_chunk(*bad)
     assert contents(layer) == before and layer.undo_rows == 1
@@ -380,6 +386,16 @@ def test_memory_that_cannot_be_had_names_its_bytes() -> None:
     with pytest.raises(OutOfMemory) as refused:
         BoundedLayer(plan(window=1 << 20, kv_heads=1 << 20, heads=1 << 20, size=1 << 20))
     assert refused.value.requested_bytes == 1 << 62
+
+
+def test_a_table_of_rotations_that_cannot_be_had_names_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*given: object) -> Rotation:
+        raise MemoryError
+
+    monkeypatch.setattr(Rotation, "table", refused)
+    with pytest.raises(OutOfMemory, match="layer 4 .RING.: its table of rotations") as caught:
+        BoundedLayer(plan(window=4099, inv_freq=(1.0, 0.5, 0.25)), index=4)
+    assert caught.value.requested_bytes == 2 * 4099 * 3 * 4
 
 
 def test_other_plans_are_refused() -> None:

@@ -287,6 +287,54 @@ def test_layers_are_all_asked_before_one_is_taken_back(last: LayerPlan, count: i
     assert cache.position == 9
 
 
+@pytest.mark.parametrize("count", [1.5, 2.0, "1", None])
+@pytest.mark.parametrize("layer", [FULL, SLIDING, Q8, NYSTROM, RING, LINEAR])
+def test_what_is_no_whole_number_takes_nothing_back(layer: LayerPlan, count: int) -> None:
+    cache = cache_of(layer)
+    feed(cache, 9)
+    before = dump_all(cache)
+    with pytest.raises(RecordError, match="expected a whole number"):
+        cache.truncate_last(count)
+    assert dump_all(cache) == before
+
+
+def test_numbers_of_numpy_are_whole_numbers_and_no_part_of_a_position() -> None:
+    cache = cache_of(FULL, SLIDING, Q8, NYSTROM, RING)
+    feed(cache, 9)
+    cache.truncate_last(np.int64(3))  # type: ignore[arg-type]
+    assert {type(layer.position) for layer in cache.own} == {int} and cache.position == 6
+    assert cache.evict(np.int64(4)) == 4  # type: ignore[arg-type]
+    assert cache.lineage != CLEAN
+
+
+@pytest.mark.parametrize("keep", [1.5, 2.0, "2", None])
+def test_a_budget_that_is_no_whole_number_evicts_nothing(keep: int) -> None:
+    cache = cache_of(FULL)
+    feed(cache, 9)
+    before = dump_all(cache)
+    with pytest.raises(RecordError, match="expected a whole number"):
+        cache.evict(keep)
+    cache.policy = "mass"  # type: ignore[assignment]
+    with pytest.raises(RecordError, match="'mass', expected Recent"):
+        cache.evict(4)
+    assert dump_all(cache) == before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kind": "full"}, "layer 0: kind 'full', expected a LayerKind"),
+        ({"key_format": "q8"}, "key_format is 'q8', expected a RowFormat"),
+        ({"value_format": None}, "value_format is None, expected a RowFormat"),
+        ({"heads": 2.0}, "heads is 2.0, expected 1 to"),
+        ({"key_size": "4"}, "key_size is '4', expected 1 to"),
+    ],
+)
+def test_a_plan_of_things_that_are_none_is_refused_when_it_is_made(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        ModelPlan((replace(FULL, **wrong),))  # type: ignore[arg-type]
+
+
 def test_taking_back_takes_every_layer_back() -> None:
     cache = cache_of(FULL, SLIDING, Q8, NYSTROM, RING)
     feed(cache, 9)

@@ -117,6 +117,10 @@ class Walk:
             self.cache.truncate_last(count)
             for twin in self.twins.values():
                 twin.truncate(count)
+            # A field that was fixed from rows that are gone stays, and is told.
+            quantised = [layer for layer in self.cache.own if isinstance(layer, AttentionLayer) and layer.plan.quantised]
+            if count and any(layer.keys.frozen and layer.values.frozen and layer.rows < 64 for layer in quantised):
+                self.clean &= any(layer.plan.window for layer in quantised) and self.cache.lineage == CLEAN
         elif count <= self.cache.position:
             with pytest.raises(CannotRewind):
                 self.cache.truncate_last(count)

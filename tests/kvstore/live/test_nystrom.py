@@ -20,6 +20,7 @@ from warmkv.kvstore.live.layers.attention import AttentionLayer
 from warmkv.kvstore.live.layers.nystrom import NystromLayer
 from warmkv.kvstore.live.model import ModelCache
 from warmkv.kvstore.live.plan import LayerPlan, ModelPlan, NystromPlan
+from warmkv.kvstore.live.rows.base import PlaneRows
 from warmkv.kvstore.testing.allocated import allocated_bytes
 from warmkv.schema.errors import CannotRewind, OutOfMemory, RecordError, SealError
 from warmkv.schema.identity import LayerKind
@@ -395,10 +396,35 @@ def test_steps_that_do_not_fit_change_nothing() -> None:
             layer.step(*bad)
     with pytest.raises(RecordError, match="keys"):
         layer.step_chunk(q[None], np.stack([k, k]), v[None])
+    with pytest.raises(RecordError, match="queries"):
+        layer.step_chunk(q[0, 0], k[None], v[None])
     assert layer.position == 25 and before == [group.keys.tobytes() for group in layer.groups]
 
 
 # A seal that fails.
+
+
+def test_learned_sinks_refuse_the_seal_and_outlive_it_and_everything_else() -> None:
+    layer, _ = fed(plan(), 25)
+    assert layer.attention is not None
+    layer.attention.sinks = sinks = np.linspace(-1, 1, layer.plan.heads, dtype=np.float32)
+    for _ in range(2):
+        layer.clear()
+        assert layer.attention is not None and layer.attention.sinks is not None
+        assert layer.attention.sinks.tobytes() == sinks.tobytes()
+    donor, _ = fed(plan(), 25)
+    assert donor.attention is not None
+    rows = [np.stack([plane.blocks(head)[0].codes for head in range(plane.heads)], axis=1) for plane in planes(donor)]
+    layer.prepare_collecting(rows[0], rows[1], donor.trace, importance=donor.attention.importance, boundary=None)()
+    with pytest.raises(SealError, match="learned sinks"):
+        layer.seal()
+    layer.clear()
+    assert layer.attention.sinks is not None and layer.attention.sinks.tobytes() == sinks.tobytes()
+
+
+def planes(layer: NystromLayer) -> tuple[PlaneRows, PlaneRows]:
+    assert layer.attention is not None
+    return layer.attention.keys, layer.attention.values
 
 
 def short_trace(layer: NystromLayer) -> None:
@@ -454,7 +480,8 @@ def test_failed_seal_refuses_everything_until_the_layer_is_cleared(backend: Kern
     with pytest.raises(SealError, match=f"layer 5 .NYSTROM.: .*{reason}"):
         layer.seal()
     assert layer.failure is not None and not layer.sealed and not layer.collecting
-    assert layer.position == layer.rows == layer.memory().total == allocated_bytes(layer) == 0
+    assert layer.position == layer.rows == layer.memory().total == 0
+    assert allocated_bytes(layer) == layer.memory().weights == (4 * layer.plan.heads if spoil is learned_sinks else 0)
     assert layer.generation > generation and not layer.take_transition() and layer.device_views() is None
     assert layer.pending_boundary is None and not layer.crosses(100)
     q, k, v = Tokens(plan()).draw(3)
@@ -468,7 +495,8 @@ def test_failed_seal_refuses_everything_until_the_layer_is_cleared(backend: Kern
     layer.truncate_last(0)
     assert layer.failure is not None and layer.position == 0
     layer.clear()
-    assert layer.failure is None and layer.collecting and layer.pending_boundary == 20
+    assert layer.failure is None and layer.attention is not None and layer.pending_boundary == 20
+    layer.attention.sinks = None  # a weight, which clear keeps
     tokens = Tokens(plan(boundary=20))
     q, k, v = tokens.draw(20)
     layer.append(k, v)
