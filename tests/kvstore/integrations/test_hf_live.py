@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -504,18 +503,3 @@ def test_a_cache_whose_layers_disagree_asks_to_be_reset(ids: torch.Tensor) -> No
         logits(model, ids, cache)
     cache.reset()
     assert (logits(model, ids, cache) - logits(own("llama"), ids)).abs().max() < TOLERANCE
-
-
-@pytest.mark.real_model
-def test_smollm_chooses_the_same_tokens_on_a_live_cache() -> None:
-    folder = os.environ.get("WARMKV_TEST_MODEL")
-    if not folder:
-        pytest.skip("WARMKV_TEST_MODEL is not set")
-    tokenizer = t.AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer("The old harbour had been quiet since the ferry stopped. " * 12, return_tensors="pt").input_ids
-    model = t.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    expected, exact = greedy(model, ids), logits(model, ids)
-    attend_with_live(model)
-    assert greedy(model, ids, LiveCache(model)) == expected
-    assert (logits(model, ids, LiveCache(model), sizes=(50,)) - exact).abs().max() < 1e-3
-    assert (logits(model, ids, LiveCache(model, "q8")) - exact).abs().mean() < 0.1
