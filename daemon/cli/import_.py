@@ -11,6 +11,7 @@ import click
 
 from warmkv.daemon.cli import command, exits, kvcache_files, output
 from warmkv.daemon.cli.waiting import waiting
+from warmkv.kvstore.kvcache import about as descriptions
 from warmkv.kvstore.kvcache.transfer import Outcome
 from warmkv.kvstore.session import Session
 from warmkv.kvstore.store.kvcache_import import SIDECAR_SUFFIX
@@ -47,10 +48,13 @@ def import_(
       warmkv import --share team agent.warmkv
       warmkv import --identity lfm2.toml ~/.cache/cera
     """
-    if identity is None and not os.path.isdir(file):
+    folder, ours = os.path.isdir(file), file.suffix != kvcache_file.SUFFIX
+    if share and identity is None and (folder or not ours):
+        raise click.UsageError("a description beside a file names a namespace, and so its share; --share goes with --identity")
+    if identity is None and not folder:
         return _one(as_json, socket, store, file, share)
-    if identity is not None and not os.path.isdir(file) and file.suffix != kvcache_file.SUFFIX:
-        raise click.UsageError("a pack says itself which model it is of; --identity is for .kvcache files")
+    if identity is not None and not folder and ours:
+        raise click.UsageError(f"{file} is no folder and no .kvcache file, and a pack says itself which model it is of")
     paths, progress = kvcache_files.files_of(file), kvcache_files.Progress()
     with command.daemon_or_store(socket, store, command.LONG_TIMEOUT_S, warm_bytes=None) as session:
         with waiting(f"importing {len(paths)} files", progress.words, quiet=as_json):
@@ -88,7 +92,7 @@ def _with_sidecars(session: Session, paths: list[Path], share: str, progress: kv
     for number, path in enumerate(paths):
         progress.tell(number, len(paths))
         try:
-            given, fd = _sidecar(path), kvcache_files.descriptor(path)
+            given, fd = _sidecar(path), kvcache_files.descriptor(path, follow=False)
             try:
                 report = _report(session, fd, given, share)
             finally:
@@ -114,9 +118,6 @@ def _sidecar(file: Path) -> str:
     if file.suffix != kvcache_file.SUFFIX:
         return ""
     beside = file.with_name(file.name + SIDECAR_SUFFIX)
-    try:
-        return beside.read_text(encoding="utf-8")
-    except FileNotFoundError as exc:
-        raise RecordError(f"{file.name} names no weights; {beside.name} must say whose rows it holds") from exc
-    except UnicodeDecodeError as exc:
-        raise RecordError(f"{beside.name} is not UTF-8") from exc
+    if not os.path.lexists(beside):
+        raise RecordError(f"{file.name} names no weights; {beside.name} must say whose rows it holds")
+    return descriptions.text(beside)

@@ -132,8 +132,10 @@ def require_table(identity: Path | None) -> Path:
     return identity
 
 
-def descriptor(path: Path) -> int:
+def descriptor(path: Path, *, follow: bool = True) -> int:
+    """The file ``path``, open for reading. One that is no plain file is refused by whoever reads it: opening a
+    pipe waits for nobody."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
     except OSError as exc:
         raise StoreError(f"{path} cannot be read: {exc.strerror}") from exc

@@ -51,6 +51,11 @@ class Rope:
     attention_scale: float = 1.0
 
     def __post_init__(self) -> None:
+        # Equal ropes are told alike in a lineage, whatever kind of number a model's files had.
+        object.__setattr__(self, "base", float(self.base))
+        object.__setattr__(self, "attention_scale", float(self.attention_scale))
+        if self.factors is not None:
+            object.__setattr__(self, "factors", tuple(map(float, self.factors)))
         if self.size < 1 or self.turned % 2 or not 0 <= self.turned <= self.size:
             raise KernelError(f"{self.turned} rotary channels of {self.size}, expected an even number of them")
         if not (math.isfinite(self.base) and self.base > 0 and math.isfinite(self.attention_scale)):
@@ -103,25 +108,23 @@ def shift(keys: npt.NDArray[Any], delta: int | npt.NDArray[np.integer[Any]], rop
     row, negative ones move towards the beginning. A copy of the same dtype; halves are widened, turned
     in float32 and rounded to nearest even, which costs some 3e-4 (relative RMS) a shift.
 
-    Raises NotFinite for a half that would overflow, KernelError for keys of another format."""
+    Raises NotFinite for a number that would overflow, KernelError for keys of another format."""
     if keys.dtype not in (np.dtype("<f4"), np.dtype("<f2")):
         raise KernelError(
             f"keys are {keys.dtype}: only float32 and float16 keys can be moved. A rotation does not commute with "
             f"quantisation: decode, shift and encode them anew, which loses precision, or compute the tokens again"
         )
-    deltas = np.full(keys.shape[:1], delta) if isinstance(delta, int) else delta
+    deltas = delta if isinstance(delta, np.ndarray) else np.full(keys.shape[:1], delta)
     _check(keys, deltas, rope)
-    if keys.dtype == np.float32:
-        return _turn(keys, deltas, rope)
     out = np.empty_like(keys)
     for first in range(0, len(keys), _CHUNK):
         part = keys[first : first + _CHUNK]
         with np.errstate(over="ignore", invalid="ignore"):
-            out[first : first + len(part)] = _turn(part.astype(np.float32), deltas[first : first + len(part)], rope)
+            out[first : first + len(part)] = _turn(part.astype(np.float32, copy=False), deltas[first : first + len(part)], rope)
         grown = ~np.isfinite(out[first : first + len(part)]).all(axis=-1) & np.isfinite(part).all(axis=-1)
         if grown.any():
             row = first + int(np.argwhere(grown)[0, 0])
-            raise NotFinite(f"row {row} moved by {deltas[row]} is too large for float16", row)
+            raise NotFinite(f"row {row} moved by {deltas[row]} is too large for {keys.dtype.name}", row)
     return out
 
 

@@ -104,7 +104,7 @@ class Rotation:
         reason = refusal(size)
         if reason is not None:
             raise KernelError(reason)
-        return _rotation(seed ^ layer, size)
+        return _rotation(int(seed) ^ int(layer), int(size))
 
     @property
     def scale(self) -> np.float32:

@@ -7,6 +7,7 @@ that is stored, or an identity in a file) and repeats what else the fingerprint 
 from __future__ import annotations
 
 import os
+import stat
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +64,17 @@ def parse(text: str, where: str = "the sidecar") -> About:
 
 def read(path: Path) -> About:
     """The table in the file ``path``. Raises RecordError where there is none, FormatError."""
+    return parse(text(path), path.name)
+
+
+def text(path: Path) -> str:
+    """What the file ``path`` says, at most `MAX_BYTES`. Raises RecordError where there is none, FormatError."""
+    with _opened(path) as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise FormatError(f"{path.name} has more than {MAX_BYTES} bytes")
     try:
-        return parse(_bytes(path, MAX_BYTES).decode(), path.name)
+        return data.decode()
     except UnicodeDecodeError as exc:
         raise FormatError(f"{path.name} is not UTF-8") from exc
 
@@ -81,16 +91,14 @@ def identity_in(path: Path) -> Identity:
     return Identity.from_canonical(data)
 
 
-def _bytes(path: Path, most: int) -> bytes:
-    with _opened(path) as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise FormatError(f"{path.name} has more than {most} bytes")
-    return data
-
-
 def _opened(path: Path) -> BinaryIO:
+    """A plain file; a pipe would keep the reader waiting."""
     try:
-        return open(path, "rb")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as exc:
         raise RecordError(f"{path} cannot be read: {exc.strerror}") from exc
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        raise RecordError(f"{path} is {stat.filemode(mode)}, expected a plain file")
+    return open(fd, "rb")

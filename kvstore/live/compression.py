@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from warmkv.kernels.formats import RowFormat
 from warmkv.kernels.turboquant.reference import Estimator
 from warmkv.kernels.turboquant.rotation import refusal
-from warmkv.kvstore.live.plan import MAX_SEED, LayerPlan, ModelPlan, TurboQuantPlan, modes
+from warmkv.kvstore.live.plan import LayerPlan, ModelPlan, TurboQuantPlan, is_seed, modes
 from warmkv.schema.errors import RecordError
 from warmkv.schema.identity import LayerKind
 
@@ -48,10 +48,9 @@ class Compression:
             raise RecordError(
                 f"keys as {self.keys.value} and values as {self.values.value}: one of them stores the other side only"
             )
-        if not 0 <= self.seed <= MAX_SEED:
-            raise RecordError(f"seed {self.seed}, expected a whole number of 64 bits")
-        if not self.rotated:
-            object.__setattr__(self, "seed", 0)
+        if not is_seed(self.seed):
+            raise RecordError(f"seed {self.seed!r}, expected a whole number of 64 bits")
+        object.__setattr__(self, "seed", int(self.seed) if self.rotated else 0)
         if self.keys is not RowFormat.TQ_KEY:
             object.__setattr__(self, "estimator", Estimator.UNBIASED)
 

@@ -202,8 +202,8 @@ class LayerPlan:
                 f"{where}: {self.turboquant} for rows of {self.key_format.value} and {self.value_format.value}, "
                 f"expected {'a TurboQuant plan' if self.rotated else 'none'}"
             )
-        if self.turboquant is not None and not 0 <= self.turboquant.seed <= MAX_SEED:
-            raise RecordError(f"{where}: seed {self.turboquant.seed}, expected a whole number of 64 bits")
+        if self.turboquant is not None and not is_seed(self.turboquant.seed):
+            raise RecordError(f"{where}: seed {self.turboquant.seed!r}, expected a whole number of 64 bits")
 
     def _validate_bounded(self, where: str) -> None:
         if self.ring is not None:
@@ -259,6 +259,11 @@ class ModelPlan:
 def _size(where: str, name: str, value: int) -> None:
     if not isinstance(value, (int, np.integer)) or not 1 <= value <= MAX_SIZE:
         raise RecordError(f"{where}: {name} is {value!r}, expected 1 to {MAX_SIZE}")
+
+
+def is_seed(seed: object) -> bool:
+    """Whether rotations can be made from it."""
+    return isinstance(seed, (int, np.integer)) and not isinstance(seed, bool) and 0 <= int(seed) <= MAX_SEED
 
 
 def modes(*, rotated: bool = False) -> Sequence[tuple[str, RowFormat, RowFormat]]:

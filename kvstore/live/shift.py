@@ -26,6 +26,7 @@ from warmkv.kvstore.live.layers.base import where
 from warmkv.kvstore.live.layers.conv import ConvLayer
 from warmkv.kvstore.live.model import Layer, ModelCache
 from warmkv.kvstore.live.rows.allocation import refusals
+from warmkv.kvstore.live.rows.base import PlaneRows
 from warmkv.kvstore.live.rows.encoded import Codes
 from warmkv.kvstore.live.rows.growing import GrowingRows
 from warmkv.schema.errors import CannotRewind, RecordError, UnsupportedError
@@ -57,6 +58,10 @@ def shift(cache: ModelCache, keep: int, count: int, ropes: Ropes, *, gone: Token
     for layers whose state cannot forget a token; CannotRewind where a window would need rows that were
     given up; OutOfMemory."""
     position = cache.position
+    for given in (keep, count):
+        if not isinstance(given, (int, np.integer)):
+            raise RecordError(f"a shift by {count!r} behind the first {keep!r} tokens, expected whole numbers")
+    keep, count = int(keep), int(count)  # numpy's numbers are no part of a position
     if count < 1 or keep < 0 or keep + count > position:
         raise RecordError(
             f"a shift by {count} behind the first {keep} of {position} tokens, expected 1 to {max(0, position - keep)}"
@@ -131,12 +136,17 @@ def _prepare(layer: Layer, keep: int, count: int, rope: Rope | None) -> Callable
             f"{where(layer.plan, layer.index)}: at position {after} a window of {layer.plan.window} starts before row {base}, "
             "the oldest that is left"
         )
-    keys, values = layer.keys.gathered(kept, count), layer.values.gathered(kept, count)
+    keys, values = (plane.gathered(kept, _room(plane, len(kept), count)) for plane in (layer.keys, layer.values))
     if rope is not None:
         _turn(keys, still, -count, rope, where(layer.plan, layer.index))
     importance = layer.importance
     mass = None if importance is None else importance[kept]
     return layer.prepare_adopt(keys, values, position=after, base=base, importance=mass, gapless=True)
+
+
+def _room(plane: PlaneRows, kept: int, count: int) -> int:
+    """Rows there is to be memory for behind ``kept``: as many in all as there was."""
+    return max(count, plane.capacity - kept) if isinstance(plane, GrowingRows) else count
 
 
 def _turn(keys: GrowingRows, first: int, delta: int, rope: Rope, name: str) -> None:

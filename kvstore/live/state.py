@@ -12,6 +12,8 @@ import logging
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
 from warmkv.kernels.dispatch import Backend
 from warmkv.kernels.rope.reference import Rope
 from warmkv.kvstore.live import sizing, snapshot
@@ -60,6 +62,12 @@ class ModelConfig:
         """The layers, rows in f32, attention mass not counted. Raises RecordError for sizes no model has."""
         if len(self.kv_heads) != len(self.blocks):
             raise RecordError(f"KV heads of {len(self.kv_heads)} layers, the config has {len(self.blocks)}")
+        for block in self.blocks:
+            if not isinstance(block, BlockType):
+                raise RecordError(f"a layer that is {block!r}, expected a BlockType")
+        for name in ("max_tokens", "conv_kernel"):
+            if not isinstance(getattr(self, name), (int, np.integer)):
+                raise RecordError(f"{name} is {getattr(self, name)!r}, expected a whole number")
         if self.conv_kernel < 2:
             raise RecordError(f"a convolution of {self.conv_kernel} taps, expected at least 2")
         if self.max_tokens < 1:

@@ -95,10 +95,12 @@ class PrefixCache:
         """Keep the state after ``tokens``; what of it is held already is not copied again.
 
         Returns once it is on disk where there is one (``ack`` "memory" does not wait, and then budgets by
-        number are kept at the next call). Without room it is given up, with the reason. Raises RecordError and
-        UnsupportedError for records that do not fit."""
+        number are kept at the next call). Without room it is given up, with the reason; a disk that is full or too
+        slow is told as one, and the state is in memory. Raises RecordError and UnsupportedError for records that do
+        not fit."""
         if not self.entries and self._engine.writer is None:
             return Saved(False, reason="the cache is switched off: no entries, and no path")
+        attachments = tuple(attachments)
         wanted: Ack = ack or ("memory" if self._engine.writer is None else "disk")
         try:
             saved = self.store.save(
@@ -109,7 +111,10 @@ class PrefixCache:
             self._keep()
             return Saved(True, reason=f"held in memory only: {exc}")
         except _NO_ROOM as exc:
-            return Saved(False, reason=str(exc))
+            self._keep()
+            # Also who waited for the disk in vain: then the state is held.
+            held = isinstance(exc, Busy) and self._holds(tokens, attachments, lineage)
+            return Saved(held, reason=str(exc))
         self._keep(saved)
         return saved
 
@@ -121,6 +126,11 @@ class PrefixCache:
         named = depth > 0 or kind != AnchorKind.UNSPECIFIED
         anchors = [Anchor(len(tokens), kind, depth, semantic_hash, shift_offset)] if named else []
         return self.insert(tokens, records, attachments=attachments, lineage=lineage, anchors=anchors, ack=ack)
+
+    def _holds(self, tokens: TokensLike, attachments: Iterable[Attachment], lineage: Lineage) -> bool:
+        """Whether one can go on after all of ``tokens``."""
+        match = self.store.match(self.identity, [*map(int, tokens), 0], attachments=attachments, lineage=lineage)
+        return match.usable == len(tokens)
 
     def clear_warm(self) -> None:
         """Give the memory back; what is on disk, or on its way there, can still be found. Without a disk that is

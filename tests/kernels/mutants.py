@@ -28,6 +28,9 @@ NYSTROM, NYSTROM_FAST = "kernels/nystrom/reference.py", "kernels/nystrom/fast.py
 PLANES, GROWING = "kvstore/live/rows/planes.py", "kvstore/live/rows/growing.py"
 ATTENTION, BOUNDED, PLACES = (f"kvstore/live/layers/{name}.py" for name in ("attention", "bounded", "places"))
 EVICT = "kvstore/live/evict.py"
+TURBO, PACKING, COMPOSED = "kernels/turboquant/reference.py", "kernels/turboquant/packing.py", "kernels/attention/composed.py"
+TURBO_LANES, ROPE = "kernels/turboquant/lanes.py", "kernels/rope/reference.py"
+SHIFT, STATE, MODEL, CONV = (f"kvstore/live/{name}.py" for name in ("shift", "state", "model", "layers/conv"))
 
 OF_REFERENCE, OF_CHUNK = ("kernels/test_attention.py",), ("kernels/test_chunk.py",)
 OF_FAST, OF_QUANT = ("kernels/test_attention_fast.py",), ("kernels/test_quant.py",)
@@ -35,6 +38,8 @@ OF_QUANT_FAST = ("kernels/test_quant_fast.py",)
 OF_RING, OF_NYSTROM = ("kernels/test_ring.py",), ("kernels/test_nystrom.py",)
 OF_ATTENTION = ("kvstore/live/test_attention_layer.py", "kvstore/live/test_attention_walk.py")
 OF_ROWS = ("kvstore/live/test_growing.py", "kvstore/live/test_freeze.py")
+OF_TURBO, OF_TURBO_BLOCK = ("kernels/test_turboquant.py",), ("kernels/test_turboquant_block.py",)
+OF_SHIFT, OF_STATE = ("kvstore/live/test_shift.py",), ("kvstore/live/test_state.py",)
 
 MUTANTS = (
     Mutant(
@@ -178,5 +183,63 @@ MUTANTS = (
     Mutant(
         "eviction that gives up a sink", EVICT, "np.arange(sinks, rows - recent", "np.arange(max(0, sinks - 1), rows - recent",
         ("kvstore/live/test_evict.py",),
+    ),
+    Mutant(
+        "turboquant: an estimator that is the square root of the size too small", TURBO, "        return self.gain(size)\n",
+        "        return self.gain(size) / float(np.sqrt(size))\n", OF_TURBO,
+    ),
+    Mutant(
+        "turboquant: codes of a byte the other way round", PACKING, "shifted = four << np.array([0, 2, 4, 6], np.uint8)",
+        "shifted = four << np.array([6, 4, 2, 0], np.uint8)", ("kernels/test_turboquant_parts.py",),
+    ),
+    Mutant(
+        "turboquant: signs that count the other way", TURBO, "np.where(unpack(part.signs, 1) == 1,",
+        "np.where(unpack(part.signs, 1) == 0,", OF_TURBO,
+    ),
+    Mutant(
+        "turboquant: the length of the residual missing", TURBO, "found + part.residuals.astype(np.float32) * kappa *",
+        "found + kappa *", OF_TURBO,
+    ),
+    Mutant(
+        "turboquant: sums that are not turned back", COMPOSED, "total += fast.unrotate(sums.astype(np.float32), rotation)",
+        "total += sums", OF_TURBO_BLOCK,
+    ),
+    Mutant(
+        "turboquant: scores of a block where those of the first stand", COMPOSED, "logits[:, at : at + len(block)] = found",
+        "logits[:, : len(block)] = found", OF_TURBO_BLOCK,
+    ),
+    Mutant(
+        "turboquant compiled: the length of the residual missing", TURBO_LANES,
+        "left = _wide(rho[(row + index) * rho_apart]) * (rest[index] - signed_less[query])",
+        "left = rest[index] - signed_less[query]", OF_TURBO,
+    ),
+    Mutant(
+        "turboquant compiled: values of length 1", TURBO_LANES, "given[row] * _wide(norms[(begin + row) * norms_apart])",
+        "given[row]", OF_TURBO,
+    ),
+    Mutant(
+        "turboquant: all layers rotated alike", "kvstore/live/layers/makings.py",
+        "Rotation.of(turboquant.seed, self.index, size)", "Rotation.of(turboquant.seed, 0, size)",
+        ("kvstore/live/test_turboquant_layers.py",),
+    ),
+    Mutant("rope: a turn that mirrors", ROPE, "a * cos - b * sin", "a * cos + b * sin", ("kernels/test_rope.py",)),
+    Mutant(
+        "shift: keys turned the other way", SHIFT, "_turn(keys, still, -count, rope", "_turn(keys, still, count, rope", OF_SHIFT,
+    ),
+    Mutant("shift: keys turned that stay", SHIFT, "_turn(keys, still, -count, rope", "_turn(keys, 0, -count, rope", OF_SHIFT),
+    Mutant(
+        "shift: a convolution's states stay where they were", CONV, "self._positions[behind] -= count", "pass", OF_SHIFT,
+    ),
+    Mutant(
+        "shift: going back behind it is not told", MODEL, "self._decided = 0 if found == CLEAN else self.position",
+        "self._decided = 0", OF_SHIFT,
+    ),
+    Mutant(
+        "state: going back behind a change is not told", STATE, "        if any(counts.values()):\n", "        if False:\n",
+        OF_STATE,
+    ),
+    Mutant(
+        "state: a restore that remembers what was", CONV, "            self.history.clear()\n            self.history.push(",
+        "            self.history.push(", (*OF_STATE, "kvstore/live/test_conv.py"),
     ),
 )  # fmt: skip

@@ -109,6 +109,24 @@ def test_halves_that_would_overflow_are_refused_and_what_was_infinite_stays() ->
     assert caught.value.row == 1203 and np.all(keys[1203] == 65504)
 
 
+def test_float32_keys_that_would_overflow_are_refused_and_what_was_infinite_stays() -> None:
+    rope = Rope(4, 1e4, Pairs.NORM)
+    keys = np.zeros((1500, 1, 4), np.float32)
+    keys[3, 0, 1] = np.inf
+    assert not np.isfinite(shift(keys, 5, rope)[3]).all()
+    keys[1203, 0, :] = np.finfo(np.float32).max
+    with pytest.raises(NotFinite, match="row 1203 moved by -1 is too large for float32"):
+        shift(keys, -1, rope)
+
+
+def test_numbers_of_numpy_make_the_same_rope_and_the_same_shift() -> None:
+    rope = Rope(8, 10_000.0, Pairs.NEOX, factors=(1.0, 1.0, 2.0, 2.0), attention_scale=1.0)
+    other = Rope(8, np.float32(10_000), Pairs.NEOX, factors=tuple(np.float32([1, 1, 2, 2])), attention_scale=1)
+    assert other == rope and repr(other) == repr(rope)
+    keys = np.random.default_rng(0).standard_normal((5, 2, 8), dtype=np.float32)
+    np.testing.assert_array_equal(shift(keys, np.int64(-3), other), shift(keys, -3, rope))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.float64])
 def test_other_formats_are_refused_with_the_way_out(dtype: Any) -> None:
     with pytest.raises(KernelError, match="encode them anew"):

@@ -151,7 +151,7 @@ class ConvLayer:
         that position is recorded. Raises RecordError, nothing changed."""
         self._check(state, count)
         self._state[:] = state
-        self.position += count
+        self.position += int(count)
         self.history.push(self.position, self._state)
 
     def adopt(self, state: F32, position: int) -> None:
@@ -166,7 +166,7 @@ class ConvLayer:
 
         def install() -> None:
             self._state[:] = state
-            self.position = position
+            self.position = int(position)
             self.generation = next_generation()
             self.history.clear()
             self.history.push(position, self._state)
@@ -188,7 +188,7 @@ class ConvLayer:
         there is not recorded; nothing changed."""
         self.check_truncate(count)
         if count:
-            self.position -= count
+            self.position -= int(count)  # numpy's numbers are no part of a position
             self.history.rollback_to(self.position, self._state)
 
     def shift(self, keep: int, count: int) -> None:

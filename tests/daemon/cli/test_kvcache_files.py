@@ -157,6 +157,44 @@ def test_a_folder_with_descriptions_beside_its_files(ask: Warmkv, store: Store, 
     assert "names no weights" in ran.value["reasons"][0]["reason"]
 
 
+def test_descriptions_that_are_none_leave_the_other_files_alone(ask: Warmkv, store: Store, tmp_path: Path) -> None:
+    save(store, identity_of("f32"), [1, 2])
+    source = put(tmp_path / "source", file_of(PROMPT, "f32"))
+    (good,) = source.iterdir()
+    table(source / f"{good.name}.toml", "f32", namespace=namespace_of("f32"))
+    for name in ("folder", "pipe", "large", "octets", "linked"):
+        (source / f"{name}.kvcache").write_bytes(good.read_bytes())
+    (source / "folder.kvcache.toml").mkdir()
+    os.mkfifo(source / "pipe.kvcache.toml")
+    (source / "large.kvcache.toml").write_text("#" * (1 << 17))
+    (source / "octets.kvcache.toml").write_bytes(b"\xff\xfe")
+    table(source / "linked.kvcache.toml", "f32", namespace=namespace_of("f32"))
+    (source / "linked.kvcache").unlink()
+    (source / "linked.kvcache").symlink_to(good)
+    ran = ask("import --json", source)
+    assert (ran.status, ran.value["files"], ran.value["refused"]) == (1, 1, 5), ran
+    reasons = {row["file"].partition(".")[0]: row["reason"] for row in ran.value["reasons"]}
+    expected = {
+        "folder": "expected a plain file", "pipe": "expected a plain file", "large": "more than 65536 bytes",
+        "octets": "not UTF-8", "linked": "cannot be read",
+    }  # fmt: skip
+    assert set(reasons) == set(expected) and all(words in reasons[name] for name, words in expected.items()), reasons
+
+
+@pytest.mark.parametrize("where", ["the file", "its description", "the table", "the identity", "a pack"])
+def test_a_pipe_keeps_nobody_waiting(ask: Warmkv, tmp_path: Path, where: str) -> None:
+    source = put(tmp_path / "source", file_of(PROMPT, "f32"))
+    (file,) = source.iterdir()
+    model, beside = described(tmp_path / "m.toml", "f32"), table(source / f"{file.name}.toml", "f32", namespace="abcdabcd")
+    paths = {"the file": file, "its description": beside, "the table": model, "the identity": tmp_path / "m.identity"}
+    pipe = paths.get(where, tmp_path / "x.warmkv")
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe)
+    of_model = ("--identity", model) if where in ("the table", "the identity") else ()
+    ran = ask("import --json", *of_model, pipe if where == "a pack" else file)
+    assert ran.status == 1 and "error" in ran.value, ran
+
+
 def test_prompts_a_file_cannot_tell_are_left_out(ask: Warmkv, store: Store, tmp_path: Path) -> None:
     identity, image, lineage = identity_of("f32"), [Attachment(1, 2, IMAGE)], ids.lineage_after(CLEAN, "shifted", 1)
     save(store, identity, PROMPT)
@@ -235,7 +273,9 @@ def test_what_is_there_with_the_same_bytes_is_no_failure(ask: Warmkv, tmp_path: 
     [
         (("import", "--identity", "missing.toml", "f"), 1), (("import", "--identity", "m.toml", "empty"), 1),
         (("import", "--identity", "m.toml", "x.warmkv"), 2), (("import", "--identity", "bad.toml", "f"), 1),
-        (("import", "--identity", "none.toml", "f"), 1), (("import", "--identity", "m.toml", "--share", "no", "f"), 1),
+        (("import", "--identity", "none.toml", "f"), 1), (("import", "--identity", "m.toml", "nowhere"), 2),
+        (("import", "--share", "no", "f"), 2), (("import", "--share", "no", "x.kvcache"), 2),
+        (("import", "--identity", "m.toml", "--share", "no", "f"), 1),
         (("export", "--format", "kvcache", "--namespace", "abcdabcd", "empty"), 2),
         (("export", "--format", "kvcache", "--identity", "m.toml", "--namespace", "abcdabcd", "empty"), 4),
         (("export", "--format", "kvcache", "--identity", "m.toml", "--namespace", "abcdabcd", "nowhere"), 1),

@@ -6,10 +6,12 @@ import logging
 from dataclasses import replace
 from itertools import combinations, product
 
+import numpy as np
 import pytest
 
 from warmkv.kernels.formats import RowFormat
 from warmkv.kernels.turboquant.reference import Estimator
+from warmkv.kernels.turboquant.rotation import Rotation
 from warmkv.kvstore.live.compression import Compression, compression_of
 from warmkv.kvstore.live.plan import ConvPlan, LayerPlan, ModelPlan, NystromPlan, RingPlan, TurboQuantPlan, modes
 from warmkv.schema.errors import RecordError
@@ -137,6 +139,21 @@ def test_every_named_mode_is_one() -> None:
 def test_seeds_beyond_64_bits_are_refused(seed: int) -> None:
     with pytest.raises(RecordError, match=f"seed {seed}"):
         Compression.turboquant(seed)
+
+
+@pytest.mark.parametrize("seed", [1.0, 1.5, "42", True, None])
+def test_seeds_that_are_no_whole_numbers_are_refused(seed: object) -> None:
+    with pytest.raises(RecordError, match=f"seed {seed!r}"):
+        Compression.turboquant(seed)  # type: ignore[arg-type]
+    rotated = Compression.turboquant().applied(MODEL).layers[0]
+    with pytest.raises(RecordError, match=f"seed {seed!r}"):
+        ModelPlan((replace(rotated, turboquant=TurboQuantPlan(seed)),))  # type: ignore[arg-type]
+
+
+def test_a_seed_of_numpy_is_the_seed_it_counts() -> None:
+    mode = Compression.turboquant(np.int64(42))  # type: ignore[arg-type]
+    assert mode == Compression.turboquant(42) and type(mode.seed) is int and mode.tag == Compression.turboquant(42).tag
+    assert Rotation.of(np.int64(42), 1, 16) == Rotation.of(42, 1, 16)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sides", [(RowFormat.TQ_VALUE, F32), (F32, RowFormat.TQ_KEY), (F32, RowFormat.TQ3)])

@@ -302,6 +302,48 @@ def test_ranges_beyond_the_sequence_are_refused_unchanged(keep: int, count: int)
     assert dump_all(cache) == before
 
 
+def test_whole_numbers_of_numpy_shift_and_take_back_like_others() -> None:
+    one, other = cache_of(FULL, CONV), cache_of(FULL, CONV)
+    for cache, number in ((one, int), (other, np.int64)):
+        feed(cache, range(12))
+        shift(cache, number(2), number(3), ROPE, gone=[5, 6, 7])
+        cache.truncate_last(number(4))
+    np.testing.assert_array_equal(decoded(attention(one))[0], decoded(attention(other))[0])
+    assert one.position == other.position == 5
+    assert one.lineage == other.lineage and one.shift_offset == other.shift_offset
+    assert {type(layer.position) for layer in other.own} | {type(other.shift_offset)} == {int}
+
+
+@pytest.mark.parametrize(("keep", "count"), [(2.5, 1), (2, 1.0), ("2", 1), (2, None)])
+def test_ranges_of_other_things_than_whole_numbers_are_refused_unchanged(keep: object, count: object) -> None:
+    cache = cache_of(FULL, CONV)
+    feed(cache, range(12))
+    before = dump_all(cache)
+    with pytest.raises(RecordError, match="expected whole numbers"):
+        shift(cache, keep, count, ROPE)  # type: ignore[arg-type]
+    assert dump_all(cache) == before
+
+
+def test_a_float32_key_that_would_overflow_is_named_and_nothing_changes() -> None:
+    cache = cache_of(FULL)
+    feed(cache, range(12))
+    attention(cache).keys.writable(1)[9] = np.finfo(np.float32).max  # type: ignore[attr-defined]
+    before = dump_all(cache)
+    with pytest.raises(RecordError, match=r"layer 0 \(FULL\), head 1, row 6 after the shift"):
+        shift(cache, 2, 3, ROPE)
+    assert dump_all(cache) == before and cache.lineage == CLEAN
+
+
+def test_a_rope_of_whole_numbers_is_told_like_one_of_floats() -> None:
+    lineages = set()
+    for base in (10_000, 10_000.0, np.float32(10_000)):
+        cache = cache_of(FULL)
+        feed(cache, range(12))
+        shift(cache, 2, 3, replace(ROPE, base=base), gone=[5, 6, 7])
+        lineages.add(cache.lineage)
+    assert len(lineages) == 1
+
+
 def test_all_tokens_may_go() -> None:
     cache = cache_of(FULL, CONV)
     feed(cache, range(12))

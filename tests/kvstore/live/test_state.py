@@ -160,6 +160,9 @@ def test_a_context_no_memory_holds_is_refused_with_the_bytes_of_its_first_plane(
         ({"conv_kernel": 1 << 40}, "layer 1 .CONV.: conv taps is 1099511627775"),
         ({"max_tokens": 0}, "a context of 0 tokens"),
         ({"max_tokens": -5}, "a context of -5 tokens"),
+        ({"max_tokens": 64.0}, "max_tokens is 64.0, expected a whole number"),
+        ({"conv_kernel": "3"}, "conv_kernel is '3', expected a whole number"),
+        ({"blocks": (ATTENTION, "conv", ATTENTION, CONV)}, "a layer that is 'conv', expected a BlockType"),
         ({"blocks": (), "kv_heads": ()}, "a plan without layers"),
         ({"rope": Rope(6, 1e4, Pairs.NORM)}, "a rope of 6 channels for heads of 4"),
     ],
@@ -347,6 +350,28 @@ def test_clear_for_reuse_keeps_every_array(name: str) -> None:
     assert conv(state).history.positions == () and state.memory().total == total
     feed(state, 8, salt=1)
     assert {array.__array_interface__["data"][0]: array.nbytes for array in arrays_of(state)} == arrays
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("change", ["shift", "evict"])
+def test_the_room_of_a_state_outlasts_what_takes_rows_out(change: str, again: bool) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def counted(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
+        asked.append(shape)
+        return np.empty(shape, dtype)
+
+    state = state_of(config(4, 64), allocate=counted)
+    feed(state, 20)
+    if change == "shift":
+        state.shift(3, 9)
+    else:
+        state.evict(7)
+    if again:
+        state.clear_for_reuse()
+    before = len(asked)
+    feed(state, 64 - attention(state).rows, salt=1)
+    assert attention(state).rows == 64 and len(asked) == before
 
 
 def test_clear_for_reuse_forgets_what_was_done_to_the_rows() -> None:

@@ -13,7 +13,7 @@ from warmkv.kvstore.store import PrefixCache
 from warmkv.kvstore.store.check import check
 from warmkv.kvstore.testing import mixed_identity, plane_bits, random_identity
 from warmkv.kvstore.testing.samples import CONV, FULL, model_states, records_at
-from warmkv.schema.errors import BudgetError, RecordError
+from warmkv.schema.errors import BudgetError, Busy, RecordError
 from warmkv.schema.identity import Identity, PlaneRole
 from warmkv.schema.ids import lineage_after
 from warmkv.schema.records import CLEAN, Anchor, AnchorKind
@@ -279,6 +279,26 @@ def test_what_is_on_its_way_to_disk_stays_until_it_is_there(cache_of: Make) -> N
     put(cache, [3, 6, 7])
     assert cache.warm_entries == 1
     assert [found(cache, [number, 6, 7, 8])[0] for number in range(4)] == [3] * 4
+
+
+def test_a_disk_that_is_too_slow_is_told_and_the_state_is_held(cache_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_of(entries=1, disk=True)
+    writer = cache.store.engine.writer
+    assert writer is not None
+
+    def late(*_: object, **__: object) -> None:
+        raise Busy("not committed in time")
+
+    monkeypatch.setattr(writer, "wait_durable", late)
+    for number in range(3):
+        saved = put(cache, [number, 6, 7])
+        assert (saved.stored, saved.durable, saved.reason) == (True, False, "not committed in time")
+        assert found(cache, [number, 6, 7, 8])[0] == 3
+        assert cache.store.flush(30)
+    assert cache.warm_entries <= 2
+    monkeypatch.setattr(cache.store, "save", late)
+    assert not put(cache, [9, 9, 9]).stored
+    assert cache.warm_entries == 1
 
 
 @pytest.mark.parametrize("budget", [{"entries": -1}, {"entries": 1.5}, {"warm_bytes": -1}, {"anchors": -1}, {"cold_bytes": -1}])
