@@ -21,6 +21,7 @@ class Mutant:
 
 REFERENCE, CHUNK, SOFTEN = (f"kernels/attention/{name}.py" for name in ("reference", "chunk", "soften"))
 FAST, COMPILED, LAYER = (f"kernels/attention/{name}.py" for name in ("fast", "compiled", "layer"))
+ADDRESSES = "kernels/attention/addresses.py"
 LANES = "kernels/compiled/lanes.py"
 QUANT, QUANT_FAST = "kernels/quant/reference.py", "kernels/quant/fast.py"
 RING, RING_FAST = "kernels/ring/reference.py", "kernels/ring/fast.py"
@@ -105,7 +106,7 @@ MUTANTS = (
         "builder.bitcast(size, _VEC)", ("kernels/test_lanes.py",),
     ),
     Mutant(
-        "compiled: scales of other rows", FAST, "scales = rows.ctypes.data + low * scales_apart", "scales = rows.ctypes.data",
+        "compiled: scales of other rows", ADDRESSES, "scales = rows.ctypes.data + low * scales_apart", "scales = rows.ctypes.data",
         OF_FAST,
     ),
     Mutant(
