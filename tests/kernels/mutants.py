@@ -106,7 +106,7 @@ MUTANTS = (
         "builder.bitcast(size, _VEC)", ("kernels/test_lanes.py",),
     ),
     Mutant(
-        "compiled: scales of other rows", ADDRESSES, "scales = rows.ctypes.data + low * scales_apart", "scales = rows.ctypes.data",
+        "compiled: scales of others", ADDRESSES, "scales = rows.ctypes.data + low * scales_apart", "scales = rows.ctypes.data",
         OF_FAST,
     ),
     Mutant(
