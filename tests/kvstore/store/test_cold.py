@@ -27,7 +27,7 @@ from warmkv.kvstore.testing.samples import FULL, RECURRENT, mixed_identity, slid
 from warmkv.schema import lmdb_records
 from warmkv.schema.errors import StoreError, StoreInUse, StoreTooNew
 from warmkv.schema.identity import Identity, PlaneFormat
-from warmkv.schema.records import Anchor, AnchorKind, RecordId
+from warmkv.schema.records import Anchor, AnchorKind, Lineage, RecordId
 from warmkv.schema.segment import CHUNK_BYTES
 
 OpenStore = Callable[..., Store]
@@ -71,22 +71,23 @@ def let_go(store: Store) -> None:
 
 def test_everything_comes_back_after_a_restart(open_store_with: OpenStore) -> None:
     identities = [random_identity(2, 3, 5, format_, seed=format_) for format_ in (PlaneFormat.F32, PlaneFormat.BF16)]
+    shifted = Lineage(b"shifted by three")
     store = open_store_with(True)
     for identity in identities:
-        save(store, identity, ids(1, 40), anchors=[Anchor(10, AnchorKind.SYSTEM_PROMPT, 2, 2**64 - 1, -3)])
-        save(store, identity, ids(1, 80))
-        save(store, identity, [*ids(1, 60), 5, 6, 7])
-    store.pin(identities[0], ids(1, 80), 3600)
+        save(store, identity, ids(1, 40), anchors=[Anchor(10, AnchorKind.SYSTEM_PROMPT, 2, 2**64 - 1, -3)], lineage=shifted)
+        save(store, identity, ids(1, 80), lineage=shifted)
+        save(store, identity, [*ids(1, 60), 5, 6, 7], lineage=shifted)
+    store.pin(identities[0], ids(1, 80), 3600, lineage=shifted)
     store.close()
     again = open_store_with(True)
     assert again.engine.swept == 0 and check(again.engine) == []
     assert sum(record.pinned_until_ns > 0 for record in again.engine.index.records.values()) == 2
     for identity in identities:
-        match = again.match(identity, [*ids(1, 80), 9])
+        match = again.match(identity, [*ids(1, 80), 9], lineage=shifted)
         assert match.tier == "cold"
         assert match.anchors == (Anchor(10, AnchorKind.SYSTEM_PROMPT, 2, 2**64 - 1, -3),)
-        check_restore(again, identity, [*ids(1, 80), 9], 80, verify=True)
-        check_restore(again, identity, [*ids(1, 60), 5, 6, 7, 9], 63, verify=True)
+        check_restore(again, identity, [*ids(1, 80), 9], 80, verify=True, lineage=shifted)
+        check_restore(again, identity, [*ids(1, 60), 5, 6, 7, 9], 63, verify=True, lineage=shifted)
 
 
 @pytest.mark.parametrize("half", [2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 4 * MIB - 1, 4 * MIB, 4 * MIB + 1])
