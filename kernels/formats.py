@@ -3,7 +3,8 @@
 A plane of one KV head is a `Block`: codes of shape (rows, size), for quantised formats scales of
 shape (rows, groups) and, once frozen, a per-channel field of shape (size,). Blocks are views: rows of
 a head may lie far apart (token-major segments), only the channels of a row must be adjacent.
-Codes of rotated formats are bytes, (rows, bytes of a row), which `turboquant.block` tells apart.
+Codes of rotated formats are bytes, (rows, bytes of a row), which `turboquant.block` tells apart, those of
+blocked formats bytes as `quant.blocks` lists them, those of fp8 (e4m3fn) one byte a channel.
 
 **Source:** q8_2f is the two-field scheme of the CMF runtime: an int8 row, a scale per group of
 channels, and an RMS field over all rows that takes out what channels differ by.
@@ -24,6 +25,8 @@ from warmkv.kernels.turboquant.turn import Turn
 
 #: Keys are scaled in groups of so many channels: logits feel the error of a dot product.
 KEY_GROUP = 32
+#: Channels of a block of the ggml formats.
+BLOCK = 32
 #: Rows after which the field of q8_2f is frozen.
 WARMUP_ROWS = 64
 MIN_SCALE = np.float32(1e-12)
@@ -40,6 +43,16 @@ class RowFormat(Enum):
     TQ_KEY = "tq_key"
     TQ_VALUE = "tq_value"
     TQ3 = "tq3"
+    Q8_0 = "q8_0"
+    Q5_1 = "q5_1"
+    Q4_0 = "q4_0"
+    FP8 = "fp8"
+
+    @property
+    def blocked(self) -> bool:
+        """Whether rows are packed blocks of 32 channels, each with a scale of its own: the layouts of ggml.
+        Heads have a multiple of 32 channels, so that no block straddles two."""
+        return self in _BLOCK_BYTES
 
     @property
     def quantised(self) -> bool:
@@ -75,13 +88,15 @@ class RowFormat(Enum):
 
     def columns(self, size: int) -> int:
         """Codes of a row of ``size`` channels."""
-        return self.row_bytes(size, keys=True) if self.rotated else size
+        return self.row_bytes(size, keys=True) if self.rotated or self.blocked else size
 
     def row_bytes(self, size: int, *, keys: bool) -> int:
         """Bytes of one row of one head. Rotated rows are whole bytes for sizes divisible by 8 only."""
         if self.rotated:
             bits, norms = _BITS[self]
             return size * bits // 8 + 2 * norms
+        if self.blocked:
+            return -(-size // BLOCK) * _BLOCK_BYTES[self]
         return size * self.code_dtype.itemsize + 4 * self.groups(size, keys=keys)
 
 
@@ -93,9 +108,15 @@ _CODES: dict[RowFormat, np.dtype[np.generic]] = {
     RowFormat.TQ_KEY: np.dtype("u1"),
     RowFormat.TQ_VALUE: np.dtype("u1"),
     RowFormat.TQ3: np.dtype("u1"),
+    RowFormat.Q8_0: np.dtype("u1"),
+    RowFormat.Q5_1: np.dtype("u1"),
+    RowFormat.Q4_0: np.dtype("u1"),
+    RowFormat.FP8: np.dtype("u1"),
 }
 #: Bits of a channel and float16 numbers of a row, of rotated formats.
 _BITS = {RowFormat.TQ_KEY: (3, 2), RowFormat.TQ_VALUE: (2, 1), RowFormat.TQ3: (3, 1)}
+#: Bytes of a block of 32 channels.
+_BLOCK_BYTES = {RowFormat.Q8_0: 34, RowFormat.Q5_1: 24, RowFormat.Q4_0: 18}
 _ONE_SIDED = {RowFormat.TQ_KEY: True, RowFormat.TQ3: True, RowFormat.TQ_VALUE: False}
 
 
@@ -118,6 +139,8 @@ class Block:
 
     @property
     def size(self) -> int:
+        if self.format.blocked:
+            return int(self.codes.shape[1]) // _BLOCK_BYTES[self.format] * BLOCK
         return int(self.codes.shape[1]) if self.turn is None else self.turn.size
 
     @property

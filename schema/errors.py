@@ -246,6 +246,36 @@ class SealError(LiveError):
     code = 603
 
 
+class DeviceMissing(LiveError):
+    """A device was asked for that this machine does not have, or whose library is not installed."""
+
+    code = 604
+
+
+class DeviceFault(LiveError):
+    """A device refused or failed an operation; what it says is in the message."""
+
+    code = 605
+
+
+class CapacityExceeded(LiveError):
+    """Rows that do not fit a fixed capacity: of a device buffer, or of a ring and what it must keep."""
+
+    code = 606
+
+
+class TransactionError(LiveError):
+    """A transaction that is nested, stale, half committed or out of its range."""
+
+    code = 607
+
+
+class ReplayDue(LiveError):
+    """After a rollback recurrent layers are behind the others: their tokens have to be replayed first."""
+
+    code = 608
+
+
 def _walk(root: type[WarmKVError]) -> list[type[WarmKVError]]:
     found = [root]
     for child in root.__subclasses__():

@@ -1,0 +1,1 @@
+"""CUDA: sources, what compiles them, and what launches them."""

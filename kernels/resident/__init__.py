@@ -1,0 +1,1 @@
+"""Operations on rows that stay where a device keeps them: token-major planes of fixed capacity."""
