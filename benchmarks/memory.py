@@ -50,8 +50,10 @@ def row_lines(tokens: int) -> list[Line]:
     """Bytes of a token and KV head in every mode and head size, from how much more is stored for twice
     the tokens; beside it what is allocated, room to grow included."""
     lines = []
-    for mode, key_format, value_format in modes():
+    for mode, key_format, value_format in modes(blocked=True):
         for size in SIZES:
+            if key_format.refusal(size) or value_format.refusal(size):
+                continue
             plan = LayerPlan(
                 LayerKind.FULL, KV_HEADS, KV_HEADS, size, size, key_format=key_format, value_format=value_format, importance=False
             )
@@ -81,8 +83,13 @@ def row_lines(tokens: int) -> list[Line]:
 
 
 def row_formula(format_: RowFormat, size: int, scales: int) -> tuple[int, str]:
-    """Of one row of one head: codes, and for q8_2f an int8 a channel and a float32 a scale."""
-    width = {RowFormat.F32: 4, RowFormat.F16: 2, RowFormat.BF16: 2, RowFormat.Q8_2F: 1}[format_]
+    """Of one row of one head: codes, for q8_2f an int8 a channel and a float32 a scale, for blocks 32 codes and their
+    float16 numbers."""
+    blocks = {RowFormat.Q8_0: (8, 1), RowFormat.Q5_1: (5, 2), RowFormat.Q4_0: (4, 1)}
+    if format_ in blocks:
+        bits, halves = blocks[format_]
+        return size // 32 * (4 * bits + 2 * halves), f"{size // 32}x({4 * bits} + {2 * halves})"
+    width = {RowFormat.F32: 4, RowFormat.F16: 2, RowFormat.BF16: 2, RowFormat.Q8_2F: 1, RowFormat.FP8: 1}[format_]
     if format_ is RowFormat.Q8_2F:
         return size + 4 * scales, f"({size} + 4x{scales})"
     return width * size, f"{width}x{size}"

@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from warmkv.kernels.attention import reference as attention
 from warmkv.kernels.attention.reference import Attended
@@ -22,6 +25,7 @@ from warmkv.kernels.nystrom.reference import Group, Rectifier
 from warmkv.kernels.quant import reference as quant
 from warmkv.kernels.ring import reference as ring
 from warmkv.kernels.ring.reference import Rotation
+from warmkv.kernels.rope.reference import Rope, shift_in_place
 from warmkv.kernels.turboquant import attend as turboquant
 from warmkv.kernels.turboquant.attend import Operations
 
@@ -54,6 +58,12 @@ class AttendChunk(Protocol):
 
 class Encode(Protocol):
     def __call__(self, rows: F32, format_: RowFormat, *, keys: bool, field: F32 | None = None) -> Block: ...
+
+
+class ShiftInPlace(Protocol):
+    def __call__(
+        self, keys: npt.NDArray[Any], delta: int | npt.NDArray[np.integer[Any]], rope: Rope
+    ) -> None: ...  # fmt: skip
 
 
 class RingAttend(Protocol):
@@ -89,6 +99,8 @@ class Kernels:
     nystrom_step: Callable[[Group, F32, F32, F32], F32]
     turbo: Operations = turboquant.REFERENCE
     attend_heads: AttendHeads | None = None  # several KV heads in one call, where that is faster
+    merge: Callable[[Sequence[Attended]], Attended] = attention.merge
+    shift: ShiftInPlace = shift_in_place
 
 
 def kernels(backend: Backend = "auto") -> Kernels:
@@ -132,6 +144,7 @@ def _fast() -> Kernels:
         from warmkv.kernels.nystrom import fast as fast_nystrom
         from warmkv.kernels.quant import fast as fast_quant
         from warmkv.kernels.ring import fast as fast_ring
+        from warmkv.kernels.rope import fast as fast_rope
 
         turbo = turboquant.fast()
     except Exception as exc:  # a numba that doesn't fit this numpy says so in many ways
@@ -139,5 +152,5 @@ def _fast() -> Kernels:
     return Kernels(
         "fast", fast_attention.attend, partial(chunk.attend_chunk, soften=soften, decode=fast_quant.decode), fast_quant.encode,
         fast_quant.decode, fast_quant.refield, fast_ring.attend, fast_nystrom.prefill, fast_nystrom.step, turbo,
-        fast_attention.attend_heads,
+        fast_attention.attend_heads, fast_attention.merge, fast_rope.shift_in_place,
     )  # fmt: skip

@@ -15,5 +15,9 @@ class NotFinite(KernelError):
         self.row = row
 
 
+class TooLarge(NotFinite):
+    """A row of finite numbers that are too large for the storage format: a scale of theirs would be infinite."""
+
+
 class BackendMissing(KernelError):
     """A backend that was asked for by name and cannot be had here."""

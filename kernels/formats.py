@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from warmkv.kernels.arrays import F32 as F32
 from warmkv.kernels.errors import KernelError
+from warmkv.kernels.turboquant.rotation import refusal as unturnable
 from warmkv.kernels.turboquant.turn import Turn
 
 #: Keys are scaled in groups of so many channels: logits feel the error of a dot product.
@@ -65,6 +66,19 @@ class RowFormat(Enum):
         keys of 2 + 1 bits, values of 2 bits, keys of 3 bits. Each stores one side only."""
         return self in _BITS
 
+    @property
+    def finite_only(self) -> bool:
+        """Whether rows with NaN or infinity are refused. Rotated rows are told by their lengths."""
+        return self.quantised or self.blocked or self is RowFormat.FP8
+
+    def refusal(self, size: int) -> str | None:
+        """Why heads of so many channels cannot be stored so; None for those that can."""
+        if self.rotated:
+            return unturnable(size)
+        if self.blocked and (size < BLOCK or size % BLOCK):
+            return f"heads of {size} channels: not a multiple of {BLOCK}, the channels of a block of {self.value}"
+        return None
+
     def stores(self, *, keys: bool) -> bool:
         """Whether rows of that side can be stored so."""
         return _ONE_SIDED.get(self, keys) == keys
@@ -87,7 +101,7 @@ class RowFormat(Enum):
         return -(-size // KEY_GROUP) if keys else 1
 
     def columns(self, size: int) -> int:
-        """Codes of a row of ``size`` channels."""
+        """Codes of a row of ``size`` channels; bytes where the format packs them."""
         return self.row_bytes(size, keys=True) if self.rotated or self.blocked else size
 
     def row_bytes(self, size: int, *, keys: bool) -> int:
@@ -124,7 +138,7 @@ _ONE_SIDED = {RowFormat.TQ_KEY: True, RowFormat.TQ3: True, RowFormat.TQ_VALUE: F
 class Block:
     """Rows of one plane of one KV head, as stored. Arrays are borrowed views.
 
-    ``codes`` (rows, size) of the format's dtype, of rotated formats (rows, bytes); ``scales`` (rows, groups)
+    ``codes`` (rows, size) of the format's dtype, of rotated and blocked formats (rows, bytes); ``scales`` (rows, groups)
     float32 for quantised formats, else None; ``field`` (size,) float32 once frozen, else None: every channel
     counts as 1. ``turn`` is what rotated rows were rotated by, else None."""
 
@@ -159,6 +173,9 @@ class Block:
 def check_block(block: Block, size: int, where: str) -> None:
     """Raises KernelError unless shapes and dtypes are what the format demands."""
     codes, columns = block.codes, block.format.columns(size)
+    reason = block.format.refusal(size) if block.format.blocked else None
+    if reason is not None:
+        raise KernelError(f"{where}: {reason}")
     if codes.ndim != 2 or codes.shape[1] != columns:
         raise KernelError(f"{where}: codes have shape {codes.shape}, expected (rows, {columns})")
     if (block.turn is None) == block.format.rotated or (block.turn is not None and block.turn.size != size):

@@ -1,7 +1,8 @@
 """`reference`, compiled: the same bits, a row at a time.
 
-Only q8_2f is worth it: float formats are one pass of numpy already, and what freezes a field runs once
-in a sequence. Rows of a decode step are single ones, where numpy's calls cost more than its work.
+Blocks of 32 channels and fp8 are in `blocks_fast`; formats of plain numbers are one pass of numpy already, and
+what freezes a field runs once in a sequence. Rows of a decode step are single ones, where numpy's calls cost
+more than its work.
 
 **Threading:** without the interpreter lock.
 """
@@ -16,7 +17,7 @@ from numba import types
 from warmkv.kernels.compiled.caching import compiled
 from warmkv.kernels.errors import KernelError, NotFinite
 from warmkv.kernels.formats import F32, KEY_GROUP, MIN_SCALE, Block, RowFormat
-from warmkv.kernels.quant import reference
+from warmkv.kernels.quant import blocks_fast, reference
 from warmkv.kernels.turboquant.block import planes_of
 from warmkv.kernels.turboquant.fast import reconstruct
 
@@ -33,8 +34,14 @@ _DEQUANTISE = types.void(_CODES, _ROWS, _FIELD, types.int64, types.float32[:, ::
 
 def encode(rows: F32, format_: RowFormat, *, keys: bool, field: F32 | None = None) -> Block:
     """See `reference.encode`."""
-    if not format_.quantised or rows.ndim != 2 or rows.dtype != np.float32:
+    if not format_.finite_only or rows.ndim != 2 or rows.dtype != np.float32:
         return reference.encode(rows, format_, keys=keys, field=field)
+    if not format_.quantised:
+        codes = blocks_fast.encode(rows, format_) if format_.blocked else blocks_fast.encode_fp8(rows)
+        if codes is None:
+            reference.require_finite(rows)
+            raise AssertionError("every row is finite")
+        return Block(format_, codes)
     return _encode(rows, format_.groups(rows.shape[1], keys=keys), field)
 
 
@@ -42,6 +49,8 @@ def decode(block: Block) -> F32:
     """See `reference.decode`."""
     if block.turn is not None:
         return reconstruct(planes_of(block), block.turn.rotation, gain=block.turn.kappa)
+    if block.format.blocked:
+        return blocks_fast.decode(block.codes, block.format)
     if block.scales is None:
         return reference.decode(block)
     out = np.empty((len(block), block.size), np.float32)

@@ -3,7 +3,8 @@
 A token-major row holds its heads one after the other. Formats that store numbers as they are have an
 array (rows, heads, size) of their dtype. q8_2f has bytes (rows, heads x (4 x groups + size)): per head
 the scales, float32 little-endian, then the int8 codes; the field lies elsewhere. Rotated formats have
-bytes as `turboquant.block` says; seed and estimator are told elsewhere. Packing copies;
+bytes as `turboquant.block` says; seed and estimator are told elsewhere. Blocked formats have bytes as `blocks`
+says, fp8 has an array (rows, heads, size) of them. Packing copies;
 viewing does not, so that rows can be attended in memory that others map too.
 """
 
@@ -23,7 +24,7 @@ _SCALE = np.dtype("<f4")
 
 
 def packed_shape(format_: RowFormat, heads: int, size: int, *, keys: bool) -> tuple[int, ...]:
-    """Shape of one packed row: (heads, size) numbers, or (bytes,) of a quantised or rotated format."""
+    """Shape of one packed row: (heads, size) numbers, or (bytes,) of a quantised, blocked or rotated format."""
     return (heads * format_.row_bytes(size, keys=keys),) if _in_bytes(format_) else (heads, size)
 
 
@@ -64,6 +65,9 @@ def view(
 
     Scales that lie at odd addresses (sizes that are no multiple of 4) are copied: nobody can add up
     floats there at speed. Raises KernelError for another shape or dtype."""
+    reason = format_.refusal(size) if format_.blocked else None
+    if reason is not None:
+        raise KernelError(reason)
     shape, dtype = packed_shape(format_, heads, size, keys=keys), packed_dtype(format_)
     if packed.shape[1:] != shape or packed.dtype != dtype:
         raise KernelError(f"packed rows are {packed.dtype} of {packed.shape[1:]}, expected {dtype} of {shape}")
@@ -71,7 +75,7 @@ def view(
         raise KernelError(f"a field of {field.dtype} {field.shape} for {heads} heads of {size} channels in {format_.value}")
     if (turn is not None) != format_.rotated or (turn is not None and turn.size != size):
         raise KernelError(f"rows of {format_.value} with {size} channels, rotated as {turn}")
-    if format_.rotated:
+    if format_.rotated or format_.blocked:
         rows = packed.reshape(len(packed), heads, format_.row_bytes(size, keys=keys))
         return tuple(Block(format_, rows[:, head], turn=turn) for head in range(heads))
     if not format_.quantised:
@@ -89,7 +93,7 @@ def view(
 
 def _in_bytes(format_: RowFormat) -> bool:
     """Whether a packed row is bytes rather than numbers."""
-    return format_.quantised or format_.rotated
+    return format_.quantised or format_.rotated or format_.blocked
 
 
 def _aligned(scales: F32) -> F32:

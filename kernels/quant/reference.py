@@ -7,6 +7,8 @@ q8_2f, for a row x with field c (1 everywhere until it is frozen) and each group
 
 with halves rounded away from zero, all in float32. The field is frozen once, from what the stored
 rows decode to: c = max(sqrt(mean of squares over rows), 1e-6); those rows are then written anew.
+
+Blocks of 32 channels (q8_0, q5_1, q4_0) are in `blocks`, fp8 is in `fp8`.
 """
 
 from __future__ import annotations
@@ -16,21 +18,25 @@ import numpy.typing as npt
 
 from warmkv.kernels.errors import KernelError, NotFinite
 from warmkv.kernels.formats import F32, KEY_GROUP, MIN_FIELD, MIN_SCALE, Block, RowFormat
+from warmkv.kernels.quant import blocks, fp8
+from warmkv.kernels.quant.rounding import half_away
 from warmkv.kernels.turboquant import block as turned
 
 
 def encode(rows: F32, format_: RowFormat, *, keys: bool, field: F32 | None = None) -> Block:
     """Store float32 rows (rows, size). The block owns its arrays.
 
-    Quantised formats raise NotFinite for a row with NaN or infinity; f16 and bf16 keep them, and
-    turn what is too large into infinity. Rows of rotated formats have encoders of their own."""
+    Quantised and blocked formats and fp8 raise NotFinite for a row with NaN or infinity, blocked ones TooLarge
+    where a scale does not fit float16; fp8 turns what is too large into 448. f16 and bf16 keep NaN and infinity,
+    and turn what is too large into infinity. Rows of rotated formats have encoders of their own."""
     if format_.rotated:
         raise KernelError(f"rows of {format_.value} are encoded by `turboquant` kernels")
     if rows.ndim != 2 or rows.dtype != np.float32:
         raise KernelError(f"rows are {rows.dtype} of shape {rows.shape}, expected float32 (rows, size)")
+    if format_.finite_only:
+        require_finite(rows)
     if not format_.quantised:
-        return Block(format_, _narrow(rows, format_))
-    require_finite(rows)
+        return Block(format_, blocks.encode(rows, format_) if format_.blocked else _narrow(rows, format_))
     return _quantise(rows, format_.groups(rows.shape[1], keys=keys), field)
 
 
@@ -38,6 +44,10 @@ def decode(block: Block) -> F32:
     """The float32 rows (rows, size) a block stands for, as a copy."""
     if block.turn is not None:
         return turned.decode(block)
+    if block.format.blocked:
+        return blocks.decode(block.codes, block.format)
+    if block.format is RowFormat.FP8:
+        return fp8.decode(block.codes)
     if block.format is RowFormat.BF16:
         wide: F32 = (block.codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return wide
@@ -89,7 +99,7 @@ def _quantise(rows: F32, groups: int, field: F32 | None) -> Block:
         part = residual[:, index * group : (index + 1) * group]
         scale = np.maximum(np.abs(part).max(axis=1, initial=0) / np.float32(127), MIN_SCALE)
         scales[:, index] = scale
-        codes[:, index * group : (index + 1) * group] = np.clip(_round(part / scale[:, None]), -127, 127)
+        codes[:, index * group : (index + 1) * group] = np.clip(half_away(part / scale[:, None]), -127, 127)
     return Block(RowFormat.Q8_2F, codes, scales, field)
 
 
@@ -103,15 +113,11 @@ def _against(rows: F32, field: F32) -> F32:
     return residual
 
 
-def _round(x: F32) -> F32:
-    """To the nearest whole number, halves away from zero."""
-    whole = np.trunc(x)
-    return whole + np.where(np.abs(x - whole) >= np.float32(0.5), np.sign(x), np.float32(0)).astype(np.float32)
-
-
 def _narrow(rows: F32, format_: RowFormat) -> npt.NDArray[np.generic]:
     if format_ is RowFormat.BF16:
         return to_bf16(rows)
+    if format_ is RowFormat.FP8:
+        return fp8.encode(rows)
     with np.errstate(over="ignore"):
         return rows.astype(format_.code_dtype)
 

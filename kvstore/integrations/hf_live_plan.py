@@ -36,7 +36,7 @@ def plan_of(
 
     Raises RecordError for a mode nobody knows, UnsupportedError, naming the layer, for layers that are
     no attention over keys and values of their own."""
-    formats = {name: (keys, values) for name, keys, values in modes(rotated=True)}
+    formats = {name: (keys, values) for name, keys, values in modes(rotated=True, blocked=True)}
     if mode not in formats:
         raise RecordError(f"storage mode {mode!r}; expected one of {', '.join(formats)}")
     keys, values = formats[mode]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from warmkv.kernels.formats import RowFormat
 from warmkv.kernels.turboquant.reference import Estimator
-from warmkv.kernels.turboquant.rotation import refusal
 from warmkv.kvstore.live.plan import LayerPlan, ModelPlan, TurboQuantPlan, is_seed, modes
 from warmkv.schema.errors import RecordError
 from warmkv.schema.identity import LayerKind
@@ -65,7 +64,7 @@ class Compression:
     @classmethod
     def named(cls, name: str, seed: int = DEFAULT_SEED) -> Compression:
         """A mode of `plan.modes`. Raises RecordError for another name."""
-        known = {mode: (keys, values) for mode, keys, values in modes(rotated=True)}
+        known = {mode: (keys, values) for mode, keys, values in modes(rotated=True, blocked=True)}
         if name not in known:
             raise RecordError(f"storage mode {name!r}, expected one of {', '.join(known)}")
         return cls(*known[name], seed)
@@ -77,14 +76,14 @@ class Compression:
 
     def resolved(self, plan: ModelPlan) -> Compression:
         """What caches of ``plan``'s geometry will use: this, or f32 on both sides where a layer of rows has
-        heads that a rotated side cannot store, or where there is no such layer. Formats of ``plan`` are
+        heads that a rotated or blocked side cannot store, or where there is no such layer. Formats of ``plan`` are
         not looked at."""
         layers = [layer for layer in plan.layers if layer.kind in _OF_ROWS]
         if not layers:
             return Compression()
         for layer in layers:
             for format_, size in ((self.keys, layer.key_size), (self.values, layer.value_size)):
-                reason = refusal(size) if format_.rotated else None
+                reason = format_.refusal(size)
                 if reason is not None:
                     log.warning("rows are stored as f32, not as %s and %s: %s", self.keys.value, self.values.value, reason)
                     return Compression()
@@ -93,7 +92,7 @@ class Compression:
     def applied(self, plan: ModelPlan) -> ModelPlan:
         """``plan`` with the rows of its FULL and SLIDING layers written as this resolves to."""
         mode = self.resolved(plan)
-        return replace(plan, layers=tuple(mode._layer(layer) for layer in plan.layers))
+        return replace(plan, layers=tuple(mode.written(layer) for layer in plan.layers))
 
     @property
     def tag(self) -> str:
@@ -108,7 +107,9 @@ class Compression:
         text = _TAGS.get((self.keys, self.values), spelled)
         return text.format(keys=self.keys.value, values=self.values.value, seed=self.seed, read=read)
 
-    def _layer(self, layer: LayerPlan) -> LayerPlan:
+    def written(self, layer: LayerPlan) -> LayerPlan:
+        """``layer`` with its rows written so, whether it can have them or not: the layer itself where its kind
+        decides how rows are written."""
         if layer.kind not in _OF_ROWS:
             return layer
         turboquant = TurboQuantPlan(self.seed, self.estimator) if self.rotated else None

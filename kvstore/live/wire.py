@@ -1,6 +1,6 @@
 """Layers to and from the layer wire (`wire_record` has the bytes).
 
-What the wire cannot tell is refused rather than sent half: quantised rows, rows of f16 or bf16, Nystroem
+What the wire cannot tell is refused rather than sent half: rows of any format but f32, Nystroem
 layers, keys and values of different sizes, layers that share another's rows. A layer of full attention
 whose rows have gaps travels as a tail whose base is its position less its rows: the next position and
 every answer are then right, but which positions the rows had is not told. So a tail that comes to a
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from warmkv.kernels.formats import F32, Block, RowFormat
+from warmkv.kvstore.live import lineage
 from warmkv.kvstore.live.layers.attention import AttentionLayer
 from warmkv.kvstore.live.layers.base import LayerState, where
 from warmkv.kvstore.live.layers.bounded import BoundedLayer, RingSnapshot
@@ -23,6 +24,7 @@ from warmkv.kvstore.live.rows.allocation import refusals
 from warmkv.kvstore.live.wire_record import MAX_NUMBERS, Fit, WireKind, WireRecord, parse, write
 from warmkv.schema.errors import FormatError, RecordError, UnsupportedError
 from warmkv.schema.identity import LayerKind
+from warmkv.schema.records import Lineage
 
 _KINDS = {
     LayerKind.FULL: WireKind.FULL, LayerKind.SLIDING: WireKind.FULL, LayerKind.RING: WireKind.BOUNDED,
@@ -38,6 +40,8 @@ def fit_of(plan: LayerPlan, index: int) -> Fit:
     name = where(plan, index)
     if plan.kind not in _KINDS:
         raise UnsupportedError(f"{name}: the layer wire has no record of this kind")
+    if plan.conv is not None:
+        raise UnsupportedError(f"{name}: the layer wire has no record of the convolution beside its state")
     if plan.kind is not LayerKind.RECURRENT:
         _check_rows(plan, name)
     if not 0 <= plan.wire_identity < 1 << 64:
@@ -131,6 +135,17 @@ def _record_of_rows(layer: AttentionLayer, fit: Fit, f16: bool) -> WireRecord:
         WireKind.FULL_TAIL if base else WireKind.FULL, fit.heads, fit.size, layer.position, fit.identity, fit.layer, f16,
         layer.rows, base, keys, values, layer.importance,
     )  # fmt: skip
+
+
+def lineage_of(before: Lineage, layers: Sequence[LayerState], records: Sequence[WireRecord]) -> Lineage:
+    """What is told of layers that were sent with lineage ``before``: half precision loses digits, except of a
+    recurrent vector, which is sent whole; rows with gaps were evicted."""
+    for layer, record in zip(layers, records, strict=True):
+        halved = record.half and record.kind is not WireKind.LINEAR
+        gaps = record.base if layer.plan.kind is LayerKind.FULL else 0
+        if halved or gaps:
+            before = lineage.wired(before, layer.index, record.position, gaps, halved)
+    return before
 
 
 def _prepare_rows(layer: AttentionLayer, record: WireRecord) -> Callable[[], None]:

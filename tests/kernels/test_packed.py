@@ -14,8 +14,10 @@ from warmkv.kernels.quant.reference import encode
 from warmkv.kernels.testing import rows
 
 SIZES = [1, 4, 7, 32, 33, 64, 80]
-by_format = pytest.mark.parametrize("format_", [format_ for format_ in RowFormat if not format_.rotated])
-by_size = pytest.mark.parametrize("size", SIZES)
+by_format_and_size = pytest.mark.parametrize(
+    "format_, size",
+    [(format_, size) for format_ in RowFormat if not format_.rotated for size in SIZES if format_.refusal(size) is None],
+)
 by_side = pytest.mark.parametrize("keys", [True, False])
 
 
@@ -43,8 +45,7 @@ def test_q8_rows_are_scales_then_codes_head_after_head(keys: bool) -> None:
         assert packed[row].tobytes() == wanted
 
 
-@by_format
-@by_size
+@by_format_and_size
 @by_side
 def test_a_view_of_packed_rows_is_the_rows(format_: RowFormat, size: int, keys: bool) -> None:
     blocks = made(format_, 3, size, keys=keys)
@@ -63,8 +64,7 @@ def test_a_view_of_packed_rows_is_the_rows(format_: RowFormat, size: int, keys: 
                 assert block.field is not None and np.array_equal(block.field, blocks[head][0].field)
 
 
-@by_format
-@by_size
+@by_format_and_size
 def test_a_view_copies_nothing_but_scales_at_odd_addresses(format_: RowFormat, size: int) -> None:
     packed = pack(made(format_, 2, size, keys=True), format_, size, keys=True)
     packed.flags.writeable = False
@@ -78,6 +78,22 @@ def test_packed_again_rows_keep_their_bytes() -> None:
     packed = np.frombuffer(np.random.default_rng(0).bytes(6 * 2 * (7 + 4)), np.uint8).reshape(6, -1)
     viewed = view(packed, RowFormat.Q8_2F, 2, 7, keys=True)
     assert pack([[block] for block in viewed], RowFormat.Q8_2F, 7, keys=True).tobytes() == packed.tobytes()
+
+
+@pytest.mark.parametrize("format_", [format_ for format_ in RowFormat if format_.blocked])
+def test_blocked_rows_are_their_heads_blocks_one_after_the_other(format_: RowFormat) -> None:
+    x = rows(4, 3 * 64, seed=1).reshape(4, 3, 64)
+    heads = [[encode(np.ascontiguousarray(x[:, head]), format_, keys=False)] for head in range(3)]
+    packed = pack(heads, format_, 64, keys=False)
+    whole = encode(x.reshape(4, -1), format_, keys=False).codes
+    assert packed.dtype == np.uint8 and packed.tobytes() == whole.tobytes(), "no block straddles two heads"
+    moved = view(packed[1:3], format_, 3, 64, keys=False)
+    assert [block.codes.strides for block in moved] == [(packed.shape[1], 1)] * 3
+    for size in (40, 48):
+        with pytest.raises(KernelError, match=f"heads of {size} channels"):
+            view(np.zeros((4, 3 * format_.row_bytes(size, keys=True)), np.uint8), format_, 3, size, keys=True)
+        with pytest.raises(KernelError, match=f"heads of {size} channels"):
+            pack(heads, format_, size, keys=False)
 
 
 def test_no_rows_pack_to_none() -> None:

@@ -55,7 +55,7 @@ class Makings:
             part = checks.floats(given, (None, plan.kv_heads, size), f"{self.name}: {name}")
             if len(alive) < plan.kv_heads:
                 part = part[:, alive]
-            if format_.quantised:
+            if format_.finite_only:
                 checks.finite(part, f"{self.name}: {name}", alive, rows, position)
             if format_.rotated:
                 checks.lengths(part, f"{self.name}: {name}", alive, rows, position)

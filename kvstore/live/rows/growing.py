@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from warmkv.kernels.dispatch import REFERENCE, Kernels
-from warmkv.kernels.errors import KernelError, NotFinite
+from warmkv.kernels.errors import KernelError, NotFinite, TooLarge
 from warmkv.kernels.formats import F32, Block, RowFormat
 from warmkv.kernels.turboquant.block import encode
 from warmkv.kernels.turboquant.planes import NormRefused
@@ -41,6 +41,9 @@ class GrowingRows:
     ) -> None:  # fmt: skip
         self.format, self.heads, self.size, self.keys, self.turn = format, heads, size, keys, turn
         self.name = name or ("keys" if keys else "values")
+        reason = format.refusal(size) if format.blocked else None
+        if reason is not None:
+            raise RecordError(f"{self.name}: {reason}")
         if format.rotated != (turn is not None) or (turn is not None and turn.size != size) or not format.stores(keys=keys):
             raise RecordError(f"{self.name}: rows of {format.value} with {size} channels, rotated as {turn}")
         self.groups = format.groups(size, keys=keys)
@@ -108,13 +111,15 @@ class GrowingRows:
             scales[:, : self._count] = self._scales[:, span]
         self._codes, self._scales, self._first = codes, scales, 0
 
-    def encode(self, rows: F32) -> Encoded:
-        """What ``rows`` (n, heads, size) are stored as behind the others. Changes nothing.
+    def encode(self, rows: F32, *, first: int | None = None) -> Encoded:
+        """What ``rows`` (n, heads, size) are stored as. Changes nothing. ``first`` is what messages call the first
+        of them (None: that behind the others).
 
-        Raises RecordError that names head and row where a quantised format meets NaN or infinity, and a
-        rotated one a length it cannot hold."""
+        Raises RecordError that names head and row where a format of finite numbers meets NaN or infinity, a
+        blocked one a scale and a rotated one a length that it cannot hold."""
+        first = self._count if first is None else first
         if self.turn is not None:
-            return self._rotated(rows, self.turn)
+            return self._rotated(rows, self.turn, first)
         turned = rows.transpose(1, 0, 2)
         if self.format is RowFormat.F32:
             return Encoded(turned, None)
@@ -129,13 +134,14 @@ class GrowingRows:
                 block = self._kernels.encode(flat, self.format, keys=self.keys)
             except NotFinite as exc:
                 head, row = divmod(exc.row, count)
+                found = "numbers too large for a float16 scale" if isinstance(exc, TooLarge) else "NaN or infinity"
                 raise RecordError(
-                    f"{self.name}, head {head}, row {self._count + row}: NaN or infinity, which {self.format.value} cannot hold"
+                    f"{self.name}, head {head}, row {first + row}: {found}, which {self.format.value} cannot hold"
                 ) from exc
             except KernelError as exc:
                 raise RecordError(f"{self.name}: {exc}") from exc
         scales = None if block.scales is None else block.scales.reshape(self.heads, count, self.groups)
-        return Encoded(block.codes.reshape(self.heads, count, self.size), scales)
+        return Encoded(block.codes.reshape(self.heads, count, self.format.columns(self.size)), scales)
 
     def write(self, encoded: Encoded) -> None:
         """Store what `encode` gave behind the others; room was reserved, so nothing can fail."""
@@ -230,13 +236,13 @@ class GrowingRows:
         """The codes (rows, size) of one head to be changed in place; for who owns the plane."""
         return self._codes[head, self._first : self._first + self._count]
 
-    def _rotated(self, rows: F32, turn: Turn) -> Encoded:
+    def _rotated(self, rows: F32, turn: Turn, first: int) -> Encoded:
         """Of a rotated format."""
         with refusals(rows.nbytes, f"{len(rows)} rows of {self.name}"):
             try:
                 codes = encode(self._kernels.turbo, rows, self.format, turn)
             except NormRefused as exc:
-                where = f"{self.name}, head {exc.head}, row {self._count + exc.row}"
+                where = f"{self.name}, head {exc.head}, row {first + exc.row}"
                 raise RecordError(f"{where}: {exc}") from exc
             except KernelError as exc:
                 raise RecordError(f"{self.name}: {exc}") from exc
