@@ -31,7 +31,9 @@ from warmkv.kernels.quant.reference import encode
 SIZE = 128
 GEOMETRIES = ((32, 8), (32, 32))
 COUNTS = (1024, 4096, 32768, 131072)
-FORMATS = (RowFormat.F32, RowFormat.F16, RowFormat.Q8_2F)
+FORMATS = (
+    RowFormat.F32, RowFormat.F16, RowFormat.Q8_2F, RowFormat.Q8_0, RowFormat.Q5_1, RowFormat.Q4_0, RowFormat.FP8,
+)  # fmt: skip
 #: Bytes read a round, six times a third-level cache of 32 MB.
 WORKING_SET_BYTES = 192 << 20
 AIM_ROWS, AIM_OF_READ, AIM_OVER_BLAS, STRETCH_OVER_BLAS = 32768, 0.6, 1.5, 2.5
@@ -89,14 +91,14 @@ def held(count: int, format_: RowFormat, token_major: int = 0) -> Iterator[Head]
         wide = max(1, token_major)
         planes = []
         for block in base:
-            codes = np.resize(block.codes, (count, wide, SIZE))
+            codes = np.resize(block.codes, (count, wide, block.codes.shape[1]))
             scales = None if block.scales is None else np.resize(block.scales, (count, wide, block.scales.shape[1]))
             planes.append([Block(format_, codes[:, i], None if scales is None else scales[:, i]) for i in range(wide)])
         yield from zip(*planes, strict=True)
 
 
 def plane_bytes(block: Block) -> int:
-    return len(block) * (block.codes.itemsize * block.size + (0 if block.scales is None else 4 * block.scales.shape[1]))
+    return len(block) * (block.codes.itemsize * block.codes.shape[1] + (0 if block.scales is None else 4 * block.scales.shape[1]))
 
 
 def layers(count: int, kv_heads: int, format_: RowFormat, token_major: bool) -> list[list[Head]]:

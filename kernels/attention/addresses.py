@@ -6,11 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from warmkv.kernels.attention.reference import Blocks, seen
-from warmkv.kernels.compiled import lanes
+from warmkv.kernels.compiled import forms
 from warmkv.kernels.formats import F32, Block, RowFormat
 
 _FORMS = {
-    RowFormat.F32: lanes.F32, RowFormat.F16: lanes.F16, RowFormat.BF16: lanes.BF16, RowFormat.Q8_2F: lanes.I8,
+    RowFormat.F32: forms.F32, RowFormat.F16: forms.F16, RowFormat.BF16: forms.BF16, RowFormat.Q8_2F: forms.I8,
+    RowFormat.FP8: forms.FP8, RowFormat.Q8_0: forms.Q8_0, RowFormat.Q5_1: forms.Q5_1, RowFormat.Q4_0: forms.Q4_0,
 }  # fmt: skip
 
 

@@ -17,13 +17,15 @@ from numba import njit
 
 from warmkv.kernels.compiled import lanes as words
 from warmkv.kernels.compiled.caching import compiled
-from warmkv.kernels.compiled.lanes import F32, I8, WIDTH
-from warmkv.kernels.compiled.tiles import MANY_SCALES, MOST, ONE_SCALE, ask, score_run, weigh_run
+from warmkv.kernels.compiled.tiles import GROUP, GROUP_BYTES, MANY_SCALES, MOST, ONE_SCALE, ask, score_run, weigh_run
+from warmkv.kernels.compiled.vectors import WIDTH
 
 #: Rows of a run: their weighted sum is taken in float32, runs are added in float64.
 RUN = 64
 #: Columns of a table of blocks, one block a line.
 CODES, APART, COUNT, FORM, SCALES, SCALES_APART, STEP, FIELD, COLUMNS = range(9)
+#: As `GROUP_BYTES`, in the order of forms.
+_GROUP_BYTES = tuple(GROUP_BYTES[form] for form in range(len(GROUP_BYTES)))
 
 #: Functions that are compiled with what calls them, once.
 part = njit(inline="always")
@@ -67,14 +69,15 @@ def attend(q, size, keys, values, visible, scale, softcap, sinks, masses, out, t
 
 
 @compiled()
-def code_bytes(block):
-    return 4 if block[FORM] == F32 else 1 if block[FORM] == I8 else 2
+def code_bytes(block, size):
+    """Of the codes of a row."""
+    return (size * _GROUP_BYTES[block[FORM]] + GROUP - 1) // GROUP
 
 
 @compiled()
 def far(block, size):
     """Whether other rows lie between these: those of other heads in a segment."""
-    return abs(block[APART]) > 2 * size * code_bytes(block)
+    return abs(block[APART]) > 2 * code_bytes(block, size)
 
 
 @compiled()
@@ -90,7 +93,7 @@ def ask_ahead(block, start, size):
     see them coming."""
     rows = min(RUN, block[COUNT] - start)
     if rows > 0 and far(block, size):
-        ask(block[CODES] + start * block[APART], block[APART], rows, size * code_bytes(block))
+        ask(block[CODES] + start * block[APART], block[APART], rows, code_bytes(block, size))
         if block[SCALES]:
             scales_bytes = (size + 31) // 32 * 4 if block[STEP] else 4
             ask(block[SCALES] + start * block[SCALES_APART], block[SCALES_APART], rows, scales_bytes)
@@ -229,3 +232,11 @@ def weigh_block(blocks, size, weights, at, total):
     weigh(blocks[0], 0, blocks[0, COUNT], size, weights, 0, weights.shape[0], at, own)
     for head in range(weights.shape[0]):
         add_block(blocks[0, FIELD], own[head], total[head], size)
+
+
+@compiled()
+def add_part(out, factors, sums):
+    """Add ``out`` (heads, channels) float32 times ``factors`` (heads,) to ``sums`` (heads, channels) float64."""
+    for head in range(out.shape[0]):
+        for channel in range(out.shape[1]):
+            sums[head, channel] += factors[head] * np.float64(out[head, channel])

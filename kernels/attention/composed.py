@@ -15,7 +15,7 @@ import numpy.typing as npt
 from warmkv.kernels.attention import compiled as loops
 from warmkv.kernels.attention.addresses import line
 from warmkv.kernels.attention.reference import Attended, Blocks, seen
-from warmkv.kernels.compiled.lanes import WIDTH
+from warmkv.kernels.compiled.vectors import WIDTH
 from warmkv.kernels.formats import F32, KEY_GROUP, Block
 from warmkv.kernels.turboquant import fast
 from warmkv.kernels.turboquant.block import keys_of, values_of

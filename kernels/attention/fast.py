@@ -13,7 +13,7 @@ import numpy.typing as npt
 from warmkv.kernels.attention import compiled, composed
 from warmkv.kernels.attention.addresses import table
 from warmkv.kernels.attention.layer import side_by_side
-from warmkv.kernels.attention.reference import Attended, Blocks, visible
+from warmkv.kernels.attention.reference import Attended, Blocks, shares, visible
 from warmkv.kernels.formats import F32, KEY_GROUP
 
 _UNSEEN = np.empty((0, 0), np.float32)
@@ -57,6 +57,16 @@ def attend_heads(
         mass = masses[head : head + 1]
         parts.append(_attend(q[own], [keys[head]], [values[head]], scale, first, last, softcap, sink, mass))
     return side_by_side(parts), masses if observe else None
+
+
+def merge(parts: Sequence[Attended]) -> Attended:
+    """See `reference.merge`: the same bits. Raises KernelError."""
+    top, total, factors = shares(parts)
+    shape = parts[0].out.shape
+    sums = np.zeros((top.size, shape[-1]), np.float64)
+    for part, factor in zip(parts, factors, strict=True):
+        compiled.add_part(np.ascontiguousarray(part.out).reshape(sums.shape), np.ascontiguousarray(factor).reshape(-1), sums)
+    return Attended(sums.astype(np.float32).reshape(shape), top, total)
 
 
 def _alike(plane: Sequence[Blocks]) -> bool:

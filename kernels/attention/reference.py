@@ -29,6 +29,7 @@ from warmkv.kernels.quant.reference import decode
 from warmkv.kernels.turboquant import block as turned
 from warmkv.kernels.turboquant import reference as turbo
 
+F64 = npt.NDArray[np.float64]
 Blocks = Sequence[Block]
 
 
@@ -114,6 +115,14 @@ def merge(parts: Sequence[Attended]) -> Attended:
     rounding; a part that saw nothing changes nothing.
 
     Raises KernelError for no parts or parts of different shapes."""
+    top, total, factors = shares(parts)
+    out = sum(factor[..., None] * part.out for factor, part in zip(factors, parts, strict=True))
+    return Attended(np.asarray(out, np.float32), top, total)
+
+
+def shares(parts: Sequence[Attended]) -> tuple[F32, F32, list[F64]]:
+    """``top`` and ``total`` of parts that are merged, and what each part's output counts, (heads,) float64.
+    Raises KernelError for no parts or parts of different shapes."""
     if not parts or any(part.out.shape != parts[0].out.shape for part in parts):
         raise KernelError(f"parts of shapes {[part.out.shape for part in parts]} cannot be merged")
     top: F32 = np.maximum.reduce([part.top for part in parts])
@@ -121,8 +130,7 @@ def merge(parts: Sequence[Attended]) -> Attended:
     weights = [np.exp(np.float64(part.top - anything)) * part.total for part in parts]
     total = np.sum(weights, axis=0)
     divisor = np.where(total == 0, 1.0, total)
-    out = sum((weight / divisor)[..., None] * part.out for weight, part in zip(weights, parts, strict=True))
-    return Attended(np.asarray(out, np.float32), top, total.astype(np.float32))
+    return top, total.astype(np.float32), [weight / divisor for weight in weights]
 
 
 def seen(blocks: Blocks, first: int, last: int) -> list[tuple[Block, int, int]]:

@@ -12,23 +12,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from warmkv.kernels.compiled.lanes import (
-    _I,
-    _VEC,
-    BF16,
-    F16,
-    F32,
-    I8,
-    WIDTH,
-    _at,
-    _call,
-    _const,
-    _fma,
-    _halves,
-    _load,
-    _scalar,
-    _splat,
-)  # fmt: skip
+from warmkv.kernels.compiled.forms import BF16, BLOCKED, F16, F32, FP8, I8, Q4_0, Q5_1, Q8_0, _load, _load_block
+from warmkv.kernels.compiled.vectors import _I, _P, _VEC, WIDTH, _at, _call, _const, _fma, _halves, _scalar, _splat
 
 #: Bytes that come from memory together.
 LINE = 64
@@ -36,14 +21,14 @@ LINE = 64
 ROWS = 4
 #: Query heads that are done together, where there are so many; others one by one.
 MOST = 4
-#: Bytes of a code of each form.
-BYTES = {F32: 4, F16: 2, BF16: 2, I8: 1}
+#: Channels of a group of keys that share a scale, of a block, and the unit in which rows are scored.
+GROUP = 32
+#: Bytes of so many channels in each form.
+GROUP_BYTES = {F32: 128, F16: 64, BF16: 64, I8: 32, FP8: 32, Q8_0: 34, Q5_1: 24, Q4_0: 18}
 #: What a quantised plane's scales are to its weighted sum: one a row goes into the weights, one per 32
 #: channels into the row.
 ONE_SCALE, MANY_SCALES = 1, 2
-#: Channels of a group of keys that share a scale, and the unit in which rows are scored.
-GROUP = 32
-_D, _P = ir.DoubleType(), ir.IntType(64)
+_D = ir.DoubleType()
 
 
 def _by(builder, address, distance, times):
@@ -64,6 +49,15 @@ def _clear(builder, sums):
 
 def _add(builder, place, a, b):
     builder.store(_fma(builder, a, b, builder.load(place)), place)
+
+
+def _load_group(builder, code, address, left=None):
+    """32 channels as two vectors, or ``left`` of them where these are no blocks."""
+    if code in BLOCKED:
+        return _load_block(builder, code, address)
+    second = builder.add(address, _P(GROUP_BYTES[code] // 2))
+    counts = (None, None) if left is None else (left, builder.sub(left, _P(WIDTH)))
+    return _load(builder, code, address, counts[0]), _load(builder, code, second, counts[1])
 
 
 def _where(builder, form, code):
@@ -99,7 +93,7 @@ def score_run(typingctx, heads, form, row, apart, scale, scale_apart, scale_step
     def codegen(context, builder, signature, args):
         for many in (1, MOST):
             with _where(builder, args[0], many):
-                for code in BYTES:
+                for code in GROUP_BYTES:
                     with _where(builder, args[1], code):
                         _score(builder, code, many, *args[2:])
         return context.get_dummy_value()
@@ -123,10 +117,8 @@ def _score(builder, code, heads, row, apart, scale, scale_apart, scale_step, row
             """32 channels of some rows, or ``left`` of them."""
             lanes = []
             for index in rows_here:
-                at = _by(builder, _by(builder, codes, near, index), group, GROUP * BYTES[code])
-                second = _by(builder, at, WIDTH, BYTES[code])
-                counts = (None, None) if left is None else (left, builder.sub(left, _P(WIDTH)))
-                vectors = _load(builder, code, at, counts[0]), _load(builder, code, second, counts[1])
+                at = _by(builder, _by(builder, codes, near, index), group, GROUP_BYTES[code])
+                vectors = _load_group(builder, code, at, left)
                 own = None
                 if code == I8:
                     own = _splat(
@@ -152,6 +144,8 @@ def _score(builder, code, heads, row, apart, scale, scale_apart, scale_step, row
             rows_here = range(begin, begin + abreast)
             with cgutils.for_range(builder, groups) as groups_:
                 step(rows_here, groups_.index, None)
+            if code in BLOCKED:
+                continue  # their rows are whole blocks
             with builder.if_then(builder.icmp_signed(">", left, _P(0))):
                 step(rows_here, groups, left)
         for head in range(heads):
@@ -177,7 +171,7 @@ def weigh_run(typingctx, heads, form, scaled, row, apart, scale, scale_apart, ro
     def codegen(context, builder, signature, args):
         for many, wide in ((1, 2 * MOST), (MOST, MOST)):
             with _where(builder, args[0], many):
-                for code in BYTES:
+                for code in GROUP_BYTES:
                     with _where(builder, args[1], code):
                         if code != I8:
                             _weigh_channels(builder, code, 0, many, wide, *args[3:])
@@ -193,10 +187,11 @@ def weigh_run(typingctx, heads, form, scaled, row, apart, scale, scale_apart, ro
 def _weigh_channels(
     builder, code, scaled, heads, wide, row, apart, scale, scale_apart, rows, weight, weight_apart, size, to, to_apart
 ):
-    """All channels of a run: ``wide`` vectors at a time, then single ones, then what is left of one."""
+    """All channels of a run: ``wide`` vectors at a time, then single ones, or blocks, then what is left of one."""
+    least = GROUP // WIDTH if code in BLOCKED else 1
 
     def part(channel, vectors, count):
-        codes = _by(builder, row, channel, BYTES[code])
+        codes = builder.add(row, builder.sdiv(_by(builder, _P(0), channel, GROUP_BYTES[code]), _P(GROUP)))
         scales = _by(builder, scale, builder.ashr(channel, _P(5)), 4) if scaled == MANY_SCALES else scale
         sums = _sums(builder, heads * vectors)
         _clear(builder, sums)
@@ -207,9 +202,11 @@ def _weigh_channels(
     with cgutils.for_range(builder, blocks) as loop:
         part(builder.mul(loop.index, _P(wide * WIDTH)), wide, None)
     done = builder.mul(blocks, _P(wide * WIDTH))
-    singles = builder.sdiv(builder.sub(size, done), _P(WIDTH))
+    singles = builder.sdiv(builder.sub(size, done), _P(least * WIDTH))
     with cgutils.for_range(builder, singles) as loop:
-        part(_by(builder, done, loop.index, WIDTH), 1, None)
+        part(_by(builder, done, loop.index, least * WIDTH), least, None)
+    if code in BLOCKED:
+        return
     done = _by(builder, done, singles, WIDTH)
     left = builder.sub(size, done)
     with builder.if_then(builder.icmp_signed(">", left, _P(0))):
@@ -220,11 +217,14 @@ def _weigh(builder, code, scaled, heads, each, sums, row, apart, scale, scale_ap
     with cgutils.for_range(builder, rows) as loop:
         codes, scales = _by(builder, row, apart, loop.index), _by(builder, scale, scale_apart, loop.index)
         lanes = []
-        for index in range(each):
-            vector = _load(builder, code, _by(builder, codes, WIDTH * BYTES[code], index), count)
-            if scaled == MANY_SCALES:
-                vector = builder.fmul(vector, _splat(builder, _scalar(builder, _by(builder, scales, 4, index // 2))))
-            lanes.append(vector)
+        for index in range(each // 2):
+            lanes += _load_group(builder, code, _by(builder, codes, GROUP_BYTES[code], index))
+        if each == 1:
+            lanes.append(_load(builder, code, codes, count))
+        if scaled == MANY_SCALES:
+            for index in range(each):
+                own = _splat(builder, _scalar(builder, _by(builder, scales, 4, index // 2)))
+                lanes[index] = builder.fmul(lanes[index], own)
         factor = _scalar(builder, scales) if scaled == ONE_SCALE else None
         for head in range(heads):
             mine = _scalar(builder, _by(builder, _by(builder, weight, weight_apart, head), loop.index, 4))

@@ -109,13 +109,7 @@ def shift(keys: npt.NDArray[Any], delta: int | npt.NDArray[np.integer[Any]], rop
     in float32 and rounded to nearest even, which costs some 3e-4 (relative RMS) a shift.
 
     Raises NotFinite for a number that would overflow, KernelError for keys of another format."""
-    if keys.dtype not in (np.dtype("<f4"), np.dtype("<f2")):
-        raise KernelError(
-            f"keys are {keys.dtype}: only float32 and float16 keys can be moved. A rotation does not commute with "
-            f"quantisation: decode, shift and encode them anew, which loses precision, or compute the tokens again"
-        )
-    deltas = delta if isinstance(delta, np.ndarray) else np.full(keys.shape[:1], delta)
-    _check(keys, deltas, rope)
+    deltas = deltas_of(keys, delta, rope)
     out = np.empty_like(keys)
     for first in range(0, len(keys), _CHUNK):
         part = keys[first : first + _CHUNK]
@@ -126,6 +120,28 @@ def shift(keys: npt.NDArray[Any], delta: int | npt.NDArray[np.integer[Any]], rop
             row = first + int(np.argwhere(grown)[0, 0])
             raise NotFinite(f"row {row} moved by {deltas[row]} is too large for {keys.dtype.name}", row)
     return out
+
+
+def shift_in_place(keys: npt.NDArray[Any], delta: int | npt.NDArray[np.integer[Any]], rope: Rope) -> None:
+    """`shift` where the keys lie. Raises what it raises, and KernelError for keys that are read-only; nothing
+    is turned then."""
+    if not keys.flags.writeable:
+        raise KernelError("keys that are read-only cannot be turned where they lie")
+    keys[...] = shift(keys, delta, rope)
+
+
+def deltas_of(
+    keys: npt.NDArray[Any], delta: int | npt.NDArray[np.integer[Any]], rope: Rope
+) -> npt.NDArray[np.integer[Any]]:  # fmt: skip
+    """How far each of the stored keys goes, once all fits. Raises KernelError."""
+    if keys.dtype not in (np.dtype("<f4"), np.dtype("<f2")):
+        raise KernelError(
+            f"keys are {keys.dtype}: only float32 and float16 keys can be moved. A rotation does not commute with "
+            f"quantisation: decode, shift and encode them anew, which loses precision, or compute the tokens again"
+        )
+    deltas = delta if isinstance(delta, np.ndarray) else np.full(keys.shape[:1], delta)
+    _check(keys, deltas, rope)
+    return deltas
 
 
 def llama3_factors(base: float, size: int, *, factor: float, low: float, high: float, original: int) -> tuple[float, ...]:
@@ -151,11 +167,16 @@ def _check(rows: npt.NDArray[Any], positions: npt.NDArray[Any], rope: Rope) -> N
         raise KernelError(f"positions are {positions.dtype} of shape {positions.shape}, expected whole numbers, {rows.shape[:1]}")
 
 
-def _turn(rows: F32, positions: npt.NDArray[Any], rope: Rope) -> F32:
+def sines(positions: npt.NDArray[Any], rope: Rope) -> tuple[F32, F32]:
+    """Cosines and sines (positions, rotary / 2) of the angles at ``positions`` (n,)."""
     angles = positions.astype(np.float64)[:, None] * rope.frequencies()
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _turn(rows: F32, positions: npt.NDArray[Any], rope: Rope) -> F32:
     half = rope.turned // 2
     lead = (len(rows), *[1] * (rows.ndim - 2), half)
-    cos, sin = (part.astype(np.float32).reshape(lead) for part in (np.cos(angles), np.sin(angles)))
+    cos, sin = (part.reshape(lead) for part in sines(positions, rope))
     out = rows.copy()
     if rope.pairs is Pairs.NEOX:
         first, second = slice(0, half), slice(half, 2 * half)

@@ -22,7 +22,9 @@ class Mutant:
 REFERENCE, CHUNK, SOFTEN = (f"kernels/attention/{name}.py" for name in ("reference", "chunk", "soften"))
 FAST, COMPILED, LAYER = (f"kernels/attention/{name}.py" for name in ("fast", "compiled", "layer"))
 ADDRESSES = "kernels/attention/addresses.py"
-LANES = "kernels/compiled/lanes.py"
+FORMS, HOST, ROPE_COMPILED = "kernels/compiled/forms.py", "kernels/resident/host.py", "kernels/rope/compiled.py"
+CU_PRELUDE, CU_GATHER = "kernels/cuda/prelude.cu", "kernels/resident/gather.cu"
+CU_ROWS, CU_APPEND, CU_DECODE = (f"kernels/quant/{name}.cu" for name in ("rows", "append", "decode"))
 QUANT, QUANT_FAST = "kernels/quant/reference.py", "kernels/quant/fast.py"
 RING, RING_FAST = "kernels/ring/reference.py", "kernels/ring/fast.py"
 NYSTROM, NYSTROM_FAST = "kernels/nystrom/reference.py", "kernels/nystrom/fast.py"
@@ -36,6 +38,8 @@ SHIFT, STATE, MODEL, CONV = (f"kvstore/live/{name}.py" for name in ("shift", "st
 OF_REFERENCE, OF_CHUNK = ("kernels/test_attention.py",), ("kernels/test_chunk.py",)
 OF_FAST, OF_QUANT = ("kernels/test_attention_fast.py",), ("kernels/test_quant.py",)
 OF_QUANT_FAST = ("kernels/test_quant_fast.py",)
+OF_BLOCKS, OF_HOST = ("kernels/test_attention_blocks.py",), ("kernels/test_resident_host.py",)
+OF_CUDA = ("kernels/cuda/test_quant_cuda.py",)
 OF_RING, OF_NYSTROM = ("kernels/test_ring.py",), ("kernels/test_nystrom.py",)
 OF_ATTENTION = ("kvstore/live/test_attention_layer.py", "kvstore/live/test_attention_walk.py")
 OF_ROWS = ("kvstore/live/test_growing.py", "kvstore/live/test_freeze.py")
@@ -102,7 +106,7 @@ MUTANTS = (
         "factor = np.float64(words.number(field + 4 * channel)) if field else 1.0", "factor = 1.0", OF_FAST,
     ),
     Mutant(
-        "compiled: halves without their sign where the machine has none", LANES, "builder.bitcast(builder.or_(size, sign), _VEC)",
+        "compiled: halves without their sign where the machine has none", FORMS, "builder.bitcast(builder.or_(size, sign), _VEC)",
         "builder.bitcast(size, _VEC)", ("kernels/test_lanes.py",),
     ),
     Mutant(
@@ -242,5 +246,55 @@ MUTANTS = (
     Mutant(
         "state: a restore that remembers what was", CONV, "            self.history.clear()\n            self.history.push(",
         "            self.history.push(", (*OF_STATE, "kvstore/live/test_conv.py"),
+    ),
+    Mutant("compiled blocks: fifth bits of the other half", FORMS, "zip((4, 6), codes", "zip((6, 4), codes", OF_BLOCKS),
+    Mutant("compiled blocks: codes of 4 bits from 0 on", FORMS, "_const(8, _BYTES)", "_const(0, _BYTES)", OF_BLOCKS),
+    Mutant("compiled fp8: a large number for NaN", FORMS, "_const(0x7E00, _SHORTS)", "_const(0x3F80, _SHORTS)", OF_BLOCKS),
+    Mutant(
+        "resident: rows written where their positions say", HOST, "at, count = length - base, len(rows)",
+        "at, count = length, len(rows)", OF_HOST,
+    ),
+    Mutant("resident: a window one row too wide", HOST, "max(0, last - window)", "max(0, last - window - 1)", OF_HOST),
+    Mutant(
+        "resident: the first row that moves forgotten", HOST, "range(still, len(kept), _MOVED)",
+        "range(still + 1, len(kept), _MOVED)", OF_HOST,
+    ),
+    Mutant(
+        "rope compiled: pairs that lie side by side not exchanged", ROPE_COMPILED, "words.mul(words.swap(a), s)",
+        "words.mul(a, s)", ("kernels/test_rope_fast.py",),
+    ),
+    Mutant("cuda: ties of float16 go up", CU_PRELUDE, "0xfffu + ((magnitude >> 13) & 1u)", "0xfffu + 1u", OF_CUDA),
+    Mutant("cuda: fp8 overflows early", CU_PRELUDE, "if (magnitude >= 0x43e00000u)", "if (magnitude >= 0x43d00000u)", OF_CUDA),
+    Mutant(
+        "cuda: NaN of fp8 is a number", CU_PRELUDE, "if (magnitude == 0x7fu) return",
+        "if (magnitude == 0x80u) return", OF_CUDA,
+    ),
+    Mutant("cuda: halves rounded to even", CU_APPEND, "(u32)(int)roundf(x[i] * by)", "(u32)(int)rintf(x[i] * by)", OF_CUDA),
+    Mutant(
+        "cuda: of equal extremes the last", CU_APPEND, "lower ? other_key >= key : other_key > key",
+        "lower ? other_key > key : other_key >= key", OF_CUDA,
+    ),
+    Mutant(
+        "cuda: an inverse that is infinite", CU_APPEND, "return isfinite(inverted) ? inverted : 0.0f;",
+        "return inverted;", OF_CUDA,
+    ),
+    Mutant(
+        "cuda: fifth bits of the lane before", CU_APPEND, "(code >> 4) << (PER_LANE * lane + i)",
+        "(code >> 4) << (PER_LANE * (lane ^ 1) + i)", OF_CUDA,
+    ),
+    Mutant("cuda: rows written where their positions say", CU_APPEND, "*length - *base, count", "*length, count", OF_CUDA),
+    Mutant(
+        "cuda: blocks written behind the plane", CU_APPEND, "at >= 0 && at < capacity;",
+        "at >= 0 && at <= capacity;", OF_CUDA,
+    ),
+    Mutant("cuda: one scale for all keys", CU_ROWS, "(K ? 4 * (channel / GROUP) : 0), scale", "0, scale", OF_CUDA),
+    Mutant("cuda: high nibbles read as low ones", CU_ROWS, "channel & 16 ? 4 : 0", "0", OF_CUDA),
+    Mutant(
+        "cuda: the field of the channel before", CU_DECODE, "field + within), by",
+        "field + (within ? within - N : 0)), by", OF_CUDA,
+    ),
+    Mutant(
+        "cuda: kept rows moved where they lie", CU_GATHER, "store(scratch + (size_t)at * WORD, load<T>(",
+        "store((u8*)plane + (size_t)at * WORD, load<T>(", OF_CUDA,
     ),
 )  # fmt: skip

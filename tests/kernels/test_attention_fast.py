@@ -349,3 +349,20 @@ def test_what_does_not_fit_is_refused_with_what_was_found() -> None:
         fast.attend(q, [keys], [keys.rows(0, 3)], scale=1.0)
     with pytest.raises(KernelError, match="importance"):
         fast.attend(q, [keys], [keys], scale=1.0, importance=np.zeros(3, np.float32))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 128), (2, 3, 20)])
+@pytest.mark.parametrize("parts", [1, 2, 9])
+def test_parts_merge_to_the_bits_of_the_reference(shape: tuple[int, ...], parts: int) -> None:
+    rng = np.random.default_rng(1)
+    apart = [
+        reference.Attended(
+            rng.standard_normal(shape).astype(np.float32), rng.normal(0, 20, shape[:-1]).astype(np.float32),
+            rng.uniform(1, 9, shape[:-1]).astype(np.float32),
+        )
+        for _ in range(parts)
+    ]  # fmt: skip
+    apart[0].out[0], apart[0].top[0], apart[0].total[0] = 0, -np.inf, 0  # saw nothing
+    assert same(fast.merge(apart), reference.merge(apart))
+    with pytest.raises(KernelError, match="cannot be merged"):
+        fast.merge([])
