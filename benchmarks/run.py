@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-NAMES = ["first", "endurance", "index", "dedup", "serving", "memory", "attention", "turboquant", "shared_prefix"]
+NAMES = ["first", "endurance", "index", "dedup", "serving", "memory", "attention", "turboquant", "shared_prefix", "cuda_rows"]
 
 
 def main() -> int:

@@ -1,0 +1,28 @@
+// Rows that stay, brought together at the front of a plane: out to a scratch and back, since threads that move them
+// in place would write what others have yet to read. Program: WORD, the bytes of an access, which divide a row's.
+
+namespace {
+template <int BYTES> struct Word;
+template <> struct Word<1> { using type = u8; };
+template <> struct Word<2> { using type = u16; };
+template <> struct Word<4> { using type = u32; };
+template <> struct Word<8> { using type = uint2; };
+template <> struct Word<16> { using type = uint4; };
+}  // namespace
+
+// Rows at `kept` (count,) of `plane`, `row_words` WORDs each, to `scratch`. Any grid; less than 2^31 words.
+extern "C" __global__ void gather(const u8* __restrict__ plane, const int* __restrict__ kept, int count, int row_words, u8* __restrict__ scratch) {
+    using T = typename Word<WORD>::type;
+    const u32 total = (u32)count * (u32)row_words, stride = gridDim.x * blockDim.x;
+    for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < total; at += stride) {
+        const u32 row = at / (u32)row_words, word = at % (u32)row_words;
+        store(scratch + (size_t)at * WORD, load<T>(plane + ((size_t)kept[row] * (u32)row_words + word) * WORD));
+    }
+}
+
+// `words` WORDs of `scratch` to the front of `plane`.
+extern "C" __global__ void put(const u8* __restrict__ scratch, int words, u8* __restrict__ plane) {
+    const u32 stride = gridDim.x * blockDim.x;
+    for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < (u32)words; at += stride)
+        store(plane + (size_t)at * WORD, load<typename Word<WORD>::type>(scratch + (size_t)at * WORD));
+}
