@@ -275,7 +275,12 @@ SETTINGS: dict[str, Callable[[object], object]] = {
     "log_level": _one_of(*LOG_LEVELS),
 }
 #: Variables that belong to the client, to the search for the file, or to shell completion.
-_OTHER_VARIABLES = frozenset({"WARMKV_DISABLE", "WARMKV_CONFIG"})
+_OTHER_VARIABLES = frozenset(
+    {
+        "WARMKV_DISABLE", "WARMKV_CONFIG", "WARMKV_KV_KEYS", "WARMKV_KV_VALUES", "WARMKV_KV_ORDINARY", "WARMKV_KV_GLOBAL",
+        "WARMKV_KV_WINDOWED",
+    }
+)  # fmt: skip
 _MANAGER_VARIABLES = (
     "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "FDSTORE",
     "MEMORY_PRESSURE_WATCH", "MEMORY_PRESSURE_WRITE",

@@ -1,7 +1,9 @@
 """What the client takes from the environment; no other module of it looks there.
 
 ``WARMKV_SOCKET`` names the daemon's socket; ``WARMKV_DISABLE=1`` turns every call into a
-silent miss; ``XDG_RUNTIME_DIR`` decides where the default socket lies.
+silent miss; ``XDG_RUNTIME_DIR`` decides where the default socket lies. ``WARMKV_KV_KEYS``,
+``WARMKV_KV_VALUES`` and, per class of layers, ``WARMKV_KV_ORDINARY``, ``WARMKV_KV_GLOBAL`` and
+``WARMKV_KV_WINDOWED`` name the formats of resident caches.
 """
 
 from __future__ import annotations
@@ -23,3 +25,9 @@ def socket_path() -> Path:
 def disabled() -> bool:
     """Whether ``WARMKV_DISABLE`` asks for no caching at all."""
     return os.environ.get("WARMKV_DISABLE", "").strip().lower() not in _OFF
+
+
+def row_formats() -> dict[str, str]:
+    """The names of formats, as `live.policy.FormatPolicy.named` takes them; empty where there is none."""
+    asked = {"keys": "KEYS", "values": "VALUES", "ordinary": "ORDINARY", "global_": "GLOBAL", "windowed": "WINDOWED"}
+    return {name: os.environ.get(f"WARMKV_KV_{variable}", "").strip().lower() for name, variable in asked.items()}

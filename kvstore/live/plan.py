@@ -15,7 +15,6 @@ import numpy as np
 from warmkv.kernels.formats import RowFormat
 from warmkv.kernels.nystrom.reference import EXACT_SLACK, MIN_LANDMARKS, Rectifier
 from warmkv.kernels.turboquant.reference import Estimator
-from warmkv.kernels.turboquant.rotation import refusal
 from warmkv.schema.errors import RecordError
 from warmkv.schema.identity import LayerKind
 
@@ -99,7 +98,8 @@ class LayerPlan:
     """One layer. ``heads`` query heads share ``kv_heads`` KV heads in equal groups; ``alive`` tells
     which KV heads store anything (empty: all). ``window`` W means a query sees itself and the W - 1 rows
     before it (0: all). ``scale`` 0 means key_size ** -0.5; ``softcap`` 0 means none. ``state_size``
-    counts the float32 numbers of a recurrent layer. ``turboquant`` is there just where a format is rotated.
+    counts the float32 numbers of a recurrent layer, which may have a ``conv`` beside them, one without a
+    history: neither can go back. ``turboquant`` is there just where a format is rotated.
     ``wire_identity`` and ``untagged_wire`` are what the layer wire says about the operator (see `wire`)."""
 
     kind: LayerKind
@@ -156,18 +156,11 @@ class LayerPlan:
             raise RecordError(f"{where}: expected one of {', '.join(sorted(kind.name for kind in PLANNED))}")
         if self.kind is LayerKind.SHARED:
             return
-        if (self.kind is LayerKind.CONV) != (self.conv is not None):
-            raise RecordError(f"{where}: conv plan {self.conv}")
-        if self.kind is LayerKind.RECURRENT:
-            _size(where, "state_size", self.state_size)
+        if self.kind in (LayerKind.CONV, LayerKind.RECURRENT):
+            self._validate_states(where)
             return
         if self.conv is not None:
-            _size(where, "conv channels", self.conv.channels)
-            if not 1 <= self.conv.taps <= MAX_TAPS:
-                raise RecordError(f"{where}: conv taps is {self.conv.taps}, expected 1 to {MAX_TAPS}")
-            if not 0 <= self.conv.history <= MAX_SIZE:
-                raise RecordError(f"{where}: a history of {self.conv.history} steps, expected 0 to {MAX_SIZE}")
-            return
+            raise RecordError(f"{where}: conv plan {self.conv}")
         for name in ("heads", "kv_heads", "key_size", "value_size"):
             _size(where, name, getattr(self, name))
         for name in ("key_format", "value_format"):
@@ -190,11 +183,26 @@ class LayerPlan:
         self._validate_bounded(where)
         self._validate_formats(where)
 
+    def _validate_states(self, where: str) -> None:
+        recurrent = self.kind is LayerKind.RECURRENT
+        if recurrent:
+            _size(where, "state_size", self.state_size)
+        if self.conv is None and recurrent:
+            return
+        if self.conv is None:
+            raise RecordError(f"{where}: conv plan None")
+        _size(where, "conv channels", self.conv.channels)
+        if not 1 <= self.conv.taps <= MAX_TAPS:
+            raise RecordError(f"{where}: conv taps is {self.conv.taps}, expected 1 to {MAX_TAPS}")
+        most = 0 if recurrent else MAX_SIZE
+        if not 0 <= self.conv.history <= most:
+            raise RecordError(f"{where}: a history of {self.conv.history} steps, expected 0 to {most}")
+
     def _validate_formats(self, where: str) -> None:
         for side, format_, size in (("keys", self.key_format, self.key_size), ("values", self.value_format, self.value_size)):
             if not format_.stores(keys=side == "keys"):
                 raise RecordError(f"{where}: {side} as {format_.value}, which stores the other side only")
-            reason = refusal(size) if format_.rotated else None
+            reason = format_.refusal(size)
             if reason is not None:
                 raise RecordError(f"{where}: {side} as {format_.value}: {reason}")
         if self.rotated != (self.turboquant is not None):
@@ -229,16 +237,19 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """The layers of a model, checked when made. ``max_rows`` is the row count at which a cache asks for
-    eviction (0: never)."""
+    """The layers of a model, checked when made. ``max_rows`` is the row count at which a cache asks for eviction
+    (0: never). The last ``mtp`` layers are blocks that predict tokens ahead, behind the trunk; they keep rows as any."""
 
     layers: tuple[LayerPlan, ...]
     max_rows: int = 0
     names: tuple[str, ...] = field(default=(), compare=False)
+    mtp: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise RecordError("a plan without layers")
+        if not isinstance(self.mtp, (int, np.integer)) or not 0 <= self.mtp < len(self.layers):
+            raise RecordError(f"{self.mtp!r} of {len(self.layers)} layers are MTP blocks, expected 0 to {len(self.layers) - 1}")
         for index, layer in enumerate(self.layers):
             layer.validate(index)
             if layer.kind is LayerKind.SHARED:
@@ -249,6 +260,11 @@ class ModelPlan:
     def _check_shared(self, index: int, source: int) -> None:
         if not 0 <= source < len(self.layers) or source == index or self.layers[source].kind is LayerKind.SHARED:
             raise RecordError(f"layer {index} shares with layer {source}, expected another one that has rows of its own")
+
+    @property
+    def trunk(self) -> int:
+        """Layers before the MTP blocks."""
+        return len(self.layers) - self.mtp
 
     @classmethod
     def uniform(cls, count: int, layer: LayerPlan, max_rows: int = 0) -> ModelPlan:
@@ -266,16 +282,22 @@ def is_seed(seed: object) -> bool:
     return isinstance(seed, (int, np.integer)) and not isinstance(seed, bool) and 0 <= int(seed) <= MAX_SEED
 
 
-def modes(*, rotated: bool = False) -> Sequence[tuple[str, RowFormat, RowFormat]]:
+def modes(*, rotated: bool = False, blocked: bool = False) -> Sequence[tuple[str, RowFormat, RowFormat]]:
     """The storage modes by their names: what keys and what values are written as. Those of ``rotated`` rows
-    are added where asked for: they need a `TurboQuantPlan` and heads of a multiple of 8 channels."""
+    are added where asked for: they need a `TurboQuantPlan` and heads of a multiple of 8 channels; so are those of
+    ``blocked`` rows, which need heads of a multiple of 32."""
     f32, f16, q8, bits = RowFormat.F32, RowFormat.F16, RowFormat.Q8_2F, RowFormat.TQ_VALUE
+    q8_0, q5_1, q4_0, fp8 = RowFormat.Q8_0, RowFormat.Q5_1, RowFormat.Q4_0, RowFormat.FP8
     plain = (
         ("f32", f32, f32), ("f16", f16, f16), ("bf16", RowFormat.BF16, RowFormat.BF16),
-        ("q8", q8, q8), ("q8k", q8, f32), ("q8v", f32, q8),
+        ("q8", q8, q8), ("q8k", q8, f32), ("q8v", f32, q8), ("fp8", fp8, fp8),
     )  # fmt: skip
     turned = (
         ("turboquant", RowFormat.TQ_KEY, bits), ("tqk", RowFormat.TQ_KEY, f32), ("tqv", f32, bits),
         ("tq3", RowFormat.TQ3, bits), ("tq3k", RowFormat.TQ3, f16),
     )  # fmt: skip
-    return (*plain, *turned) if rotated else plain
+    packed = (
+        ("q8_0", q8_0, q8_0), ("q5_1", q5_1, q5_1), ("q4_0", q4_0, q4_0), ("q8_0/q5_1", q8_0, q5_1), ("q8_0/q4_0", q8_0, q4_0),
+        ("q8_0/fp8", q8_0, fp8), ("fp8/q5_1", fp8, q5_1), ("fp8/q4_0", fp8, q4_0),
+    )  # fmt: skip
+    return (*plain, *(turned if rotated else ()), *(packed if blocked else ()))

@@ -24,10 +24,17 @@ _POSITION = 8
 
 def row_bytes(plan: LayerPlan) -> int:
     """Keys and values of one position in the alive KV heads; 0 where nothing is stored per position."""
-    if plan.kind not in (LayerKind.FULL, LayerKind.SLIDING, LayerKind.NYSTROM):
-        return 0
-    keys = plan.key_format.row_bytes(plan.key_size, keys=True)
-    return _bytes(len(plan.alive_heads), keys + plan.value_format.row_bytes(plan.value_size, keys=False))
+    return total(key_bytes(plan), value_bytes(plan))
+
+
+def key_bytes(plan: LayerPlan) -> int:
+    """The keys' part of `row_bytes`."""
+    return product(_heads(plan), plan.key_format.row_bytes(plan.key_size, keys=True))
+
+
+def value_bytes(plan: LayerPlan) -> int:
+    """The values' part of `row_bytes`."""
+    return product(_heads(plan), plan.value_format.row_bytes(plan.value_size, keys=False))
 
 
 def token_bytes(plan: LayerPlan) -> int:
@@ -41,7 +48,7 @@ def field_bytes(plan: LayerPlan) -> int:
     if not row_bytes(plan):
         return 0
     keys = plan.key_size if plan.key_format.quantised else 0
-    return _bytes(_FLOAT, len(plan.alive_heads), keys + (plan.value_size if plan.value_format.quantised else 0))
+    return product(_FLOAT, len(plan.alive_heads), keys + (plan.value_size if plan.value_format.quantised else 0))
 
 
 def stored_bytes(plan: LayerPlan, rows: int, *, frozen: bool | None = None) -> int:
@@ -49,7 +56,7 @@ def stored_bytes(plan: LayerPlan, rows: int, *, frozen: bool | None = None) -> i
     appended to an empty layer)."""
     _check_count("rows", rows)
     fixed = rows > WARMUP_ROWS if frozen is None else frozen
-    return _sum(_bytes(rows, row_bytes(plan)), field_bytes(plan) if fixed else 0)
+    return total(product(rows, row_bytes(plan)), field_bytes(plan) if fixed else 0)
 
 
 def rows_at(plan: LayerPlan, tokens: int, *, slack: int = 0, align: int = 1) -> int:
@@ -70,16 +77,21 @@ def rows_at(plan: LayerPlan, tokens: int, *, slack: int = 0, align: int = 1) -> 
 
 
 def state_bytes(plan: LayerPlan) -> int:
-    """What a layer keeps however long the sequence: a recurrent vector without its scratch, a ring with its
-    undo rows, a convolution with its earlier states; 0 for others."""
+    """What a layer keeps however long the sequence: a recurrent vector and its convolution without their
+    scratch, a ring with its undo rows, a convolution with its earlier states; 0 for others."""
     if plan.kind is LayerKind.RECURRENT:
-        return _bytes(_FLOAT, plan.state_size)
+        return total(product(_FLOAT, plan.state_size), conv_bytes(plan))
     if plan.conv is not None:
-        state = _bytes(_FLOAT, plan.conv.taps, plan.conv.channels)
-        return _sum(state, _bytes(plan.conv.history, _sum(state, _POSITION)))
+        state = conv_bytes(plan)
+        return total(state, product(plan.conv.history, total(state, _POSITION)))
     if plan.ring is not None:
-        return _bytes(_FLOAT, plan.kv_heads, plan.ring.window + plan.ring.undo_rows, plan.key_size + plan.value_size)
+        return product(_FLOAT, plan.kv_heads, plan.ring.window + plan.ring.undo_rows, plan.key_size + plan.value_size)
     return 0
+
+
+def conv_bytes(plan: LayerPlan) -> int:
+    """The inputs a convolution of the layer waits with, earlier states not included; 0 where there is none."""
+    return 0 if plan.conv is None else product(_FLOAT, plan.conv.taps, plan.conv.channels)
 
 
 def sealed_bytes(plan: LayerPlan, rows: int) -> int:
@@ -89,40 +101,47 @@ def sealed_bytes(plan: LayerPlan, rows: int) -> int:
         return 0
     nystrom, both = plan.nystrom, plan.key_size + plan.value_size
     if rows <= nystrom.window + nystrom.sinks + EXACT_SLACK:
-        return _bytes(_FLOAT, plan.kv_heads, rows, both)
+        return product(_FLOAT, plan.kv_heads, rows, both)
     marks = int(np.clip(rows // 8, MIN_LANDMARKS, nystrom.landmarks))
-    near = _sum(_bytes(nystrom.window + nystrom.sinks, both), _bytes(marks, plan.key_size))
-    far = _bytes(marks, both + 2 + marks)
-    return _sum(_bytes(_FLOAT, plan.kv_heads, near), _bytes(_FLOAT, plan.heads, far))
+    near = total(product(nystrom.window + nystrom.sinks, both), product(marks, plan.key_size))
+    far = product(marks, both + 2 + marks)
+    return total(product(_FLOAT, plan.kv_heads, near), product(_FLOAT, plan.heads, far))
 
 
 def layer_bytes(plan: LayerPlan, tokens: int) -> int:
     """The most a layer's state takes on the way to ``tokens`` tokens: rows with fields and importance, the
     queries a Nyström layer collects or the states it is sealed to, whichever is more, and fixed states."""
     rows = rows_at(plan, tokens)
-    collected = _sum(stored_bytes(plan, rows), _bytes(rows, token_bytes(plan) - row_bytes(plan)))
+    collected = total(stored_bytes(plan, rows), product(rows, token_bytes(plan) - row_bytes(plan)))
     if plan.nystrom is None:
-        return _sum(collected, state_bytes(plan))
-    collected = _sum(collected, _bytes(_FLOAT, rows, plan.heads, plan.key_size))
+        return total(collected, state_bytes(plan))
+    collected = total(collected, product(_FLOAT, rows, plan.heads, plan.key_size))
     return max(collected, sealed_bytes(plan, rows) if tokens >= plan.nystrom.target else 0)
 
 
 def model_bytes(plan: ModelPlan, tokens: int) -> int:
     """`layer_bytes` of all layers; layers that share another's rows cost nothing. Where the plan has
     ``max_rows``, layers that keep every row are evicted once they hold so many."""
-    total = 0
+    needed = 0
     for layer in plan.layers:
         bound = min(tokens, plan.max_rows) if plan.max_rows and layer.kind is LayerKind.FULL else tokens
-        total = _sum(total, layer_bytes(layer, bound))
-    return total
+        needed = total(needed, layer_bytes(layer, bound))
+    return needed
 
 
-def _bytes(*factors: int) -> int:
-    return _addressable(prod(factors))
+def product(*factors: int) -> int:
+    """A count of bytes. Raises OutOfMemory where an address cannot be so large."""
+    return _addressable(prod(map(int, factors)))
 
 
-def _sum(*terms: int) -> int:
-    return _addressable(sum(terms))
+def total(*terms: int) -> int:
+    """A count of bytes. Raises OutOfMemory where an address cannot be so large."""
+    return _addressable(sum(map(int, terms)))
+
+
+def _heads(plan: LayerPlan) -> int:
+    """KV heads that store a row per position."""
+    return len(plan.alive_heads) if plan.kind in (LayerKind.FULL, LayerKind.SLIDING, LayerKind.NYSTROM) else 0
 
 
 def _addressable(count: int) -> int:

@@ -119,7 +119,7 @@ def test_lists_of_uids_come_as_text_or_list(tmp_path: Path) -> None:
 
 
 def test_variables_nobody_reads_are_reported() -> None:
-    env = {"WARMKV_WARM_BYTE": "1", "WARMKV_DISABLE": "1", "WARMKV_SOCKET": "/x/s"}
+    env = {"WARMKV_WARM_BYTE": "1", "WARMKV_DISABLE": "1", "WARMKV_SOCKET": "/x/s", "WARMKV_KV_KEYS": "fp8"}
     assert config.load({}, None, env).unknown_variables == ("WARMKV_WARM_BYTE",)
 
 

@@ -14,7 +14,7 @@ from warmkv.kvstore.live.layers.attention import AttentionLayer
 from warmkv.kvstore.live.layers.bounded import BoundedLayer
 from warmkv.kvstore.live.layers.nystrom import NystromLayer
 from warmkv.kvstore.live.layers.recurrent import RecurrentLayer
-from warmkv.kvstore.live.plan import LayerPlan, ModelPlan, NystromPlan, RingPlan, modes
+from warmkv.kvstore.live.plan import ConvPlan, LayerPlan, ModelPlan, NystromPlan, RingPlan, modes
 from warmkv.schema.errors import OutOfMemory, RecordError
 from warmkv.schema.identity import LayerKind
 
@@ -80,6 +80,8 @@ def test_states_take_what_the_formula_says() -> None:
     assert BoundedLayer(ring, kernels=REFERENCE).memory().total == sizing.state_bytes(ring) == sizing.layer_bytes(ring, 1000)
     recurrent = LayerPlan(LayerKind.RECURRENT, state_size=77)
     assert RecurrentLayer(recurrent).memory().total == sizing.state_bytes(recurrent) == 308
+    beside = replace(recurrent, conv=ConvPlan(10, taps=3, history=0))
+    assert RecurrentLayer(beside).memory().total == sizing.state_bytes(beside) == 308 + 4 * 30
     assert sizing.row_bytes(ring) == sizing.field_bytes(recurrent) == sizing.rows_at(recurrent, 9) == 0
 
 
