@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -15,22 +16,25 @@ import numpy as np
 from warmkv.kernels.formats import F32
 from warmkv.kvstore.bridge import nystrom, rows
 from warmkv.kvstore.bridge.anchors import shift_offset_of
-from warmkv.kvstore.bridge.specs import layer_specs, sides_of, stored_sides
+from warmkv.kvstore.bridge.specs import ROW_FORMATS, layer_specs, sides_of, stored_sides
 from warmkv.kvstore.live import lineage as lineages
 from warmkv.kvstore.live.layers.attention import AttentionLayer
 from warmkv.kvstore.live.layers.base import where
 from warmkv.kvstore.live.layers.bounded import BoundedLayer, RingSnapshot
 from warmkv.kvstore.live.layers.conv import ConvLayer
 from warmkv.kvstore.live.layers.nystrom import NystromLayer
-from warmkv.kvstore.live.layers.recurrent import RecurrentLayer
+from warmkv.kvstore.live.layers.recurrent import RecurrentLayer, conv_shape
+from warmkv.kvstore.live.layers.resident_recurrent import ResidentRecurrentLayer
 from warmkv.kvstore.live.model import Layer, ModelCache
 from warmkv.kvstore.live.state import InferenceState
 from warmkv.kvstore.restored import Restored, RestoredLayer, Rows
-from warmkv.schema.errors import FormatError, OutOfMemory, RecordError
+from warmkv.schema.errors import FormatError, LiveError, OutOfMemory, RecordError, UnsupportedError
 from warmkv.schema.identity import LayerKind, LayerSpec, PlaneFormat, PlaneRole, without_rotation
 from warmkv.schema.records import CLEAN, Lineage
 
 log = logging.getLogger(__name__)
+#: Planes whose rows may be written anew in another format.
+_WRITTEN = frozenset({PlaneRole.KEY, PlaneRole.VALUE})
 #: Kinds a layer of rows may be stored as.
 _OF_ROWS = frozenset({LayerKind.FULL, LayerKind.SLIDING, LayerKind.HYBRID, LayerKind.SPARSE})
 
@@ -39,26 +43,41 @@ def restore_into(cache: ModelCache, restored: Restored, *, convert: bool = False
     """Replace all that ``cache`` holds by the restored tokens' state, copied; weights of the layers stay.
     The cache takes the lineage of what was restored, and how far it was shifted.
 
+    Rows on devices are uploaded from where they are mapped, before anything is changed. Logits that came back with
+    the last token are parked, unless rows were converted.
+
     Returns how many tokens that is. 0 is a miss, with the cache untouched: nothing was restored, or its
     quantised rows cannot be gone on with bit for bit (they mix fields, or were cut before the row at which
     theirs was fixed). ``convert`` takes rows of other formats than the plan's: they are written anew, which
     changes the lineage.
 
     Raises RecordError where the identity is not one of `layer_specs` of the plan, FormatError where
-    a state's bytes are not what they should be, OutOfMemory; the cache is untouched."""
+    a state's bytes are not what they should be, CapacityExceeded, OutOfMemory, DeviceFault where an upload fails;
+    the cache is untouched, but for logits that were parked. A device that breaks after that, when its rows are put
+    where they belong, leaves an empty cache."""
     return _fill(cache, restored, mapped=False, convert=convert)
 
 
 def on_prefix(cache: ModelCache, restored: Restored) -> int:
     """As `restore_into`, but layers of rows attend over them where they were mapped: nothing is copied but
     states, and what is appended lies behind them. Truncation and trims only narrow views; what picks or
-    rewrites rows copies first. ``restored`` may be closed: views keep the mapping."""
+    rewrites rows copies first. ``restored`` may be closed: views keep the mapping.
+
+    Raises as `restore_into`, and UnsupportedError for a cache on devices, which cannot read what is mapped."""
+    if cache.residence is not None:
+        names = ", ".join(dict.fromkeys(device.name for device in cache.residence.devices))
+        raise UnsupportedError(f"mapped rows cannot be attended on {names}: restore_into uploads them")
     return _fill(cache, restored, mapped=True, convert=False)
 
 
-def _fill(cache: ModelCache, restored: Restored, *, mapped: bool, convert: bool) -> int:
+def prepare(
+    cache: ModelCache, restored: Restored, *, convert: bool = False, mapped: bool = False
+) -> Callable[[], int] | None:  # fmt: skip
+    """Everything of `restore_into` that may fail, None for a miss: for who changes several caches or none. Calling
+    what is returned does the rest and gives the number of tokens; the cache must not change between, but for the one
+    thing that is seen at once: nothing is parked any more where logits came back."""
     if not restored:
-        return 0
+        return None
     layers, position = restored.match.identity.layers, restored.usable
     _require_fit(cache, layers, convert=convert)
     room = cache.capacity if isinstance(cache, InferenceState) else 0
@@ -69,15 +88,41 @@ def _fill(cache: ModelCache, restored: Restored, *, mapped: bool, convert: bool)
         ]
     except rows.NotExact as exc:
         log.info("%s; nothing was restored", exc)
-        return 0
+        return None
     except MemoryError as exc:
         requested = _bytes(restored)
         raise OutOfMemory(f"{requested} bytes for the state of {position} tokens could not be had", requested) from exc
-    lineage, offset = _converted(cache, layers, position, _resumed(cache, restored)), shift_offset_of(restored)
-    for change in changes:
-        change()
-    cache.lineage, cache.shift_offset = lineage, offset
-    return position
+    resumed = _resumed(cache, restored)
+    lineage, offset = _converted(cache, layers, position, resumed), shift_offset_of(restored)
+    logits = restored.logits if lineage == resumed else None
+    park = None if logits is None else cache.prepare_logits(np.asarray(logits, np.float32).reshape(-1))
+
+    def apply() -> int:
+        try:
+            for change in changes:
+                change()
+        except BaseException:
+            _empty(cache)
+            raise
+        cache.lineage, cache.shift_offset = lineage, offset
+        if park is not None:
+            park()
+        return position
+
+    return apply
+
+
+def _fill(cache: ModelCache, restored: Restored, *, mapped: bool, convert: bool) -> int:
+    apply = prepare(cache, restored, convert=convert, mapped=mapped)
+    return 0 if apply is None else apply()
+
+
+def _empty(cache: ModelCache) -> None:
+    """Nothing rather than layers of two sequences, as far as devices let it."""
+    for layer in cache.own:
+        with suppress(LiveError):
+            layer.clear()
+    cache.lineage, cache.shift_offset = CLEAN, 0
 
 
 def _bytes(restored: Restored) -> int:
@@ -93,6 +138,10 @@ def _require_fit(cache: ModelCache, layers: tuple[LayerSpec, ...], *, convert: b
         raise RecordError(f"what was restored has {len(layers)} layers, the cache {len(expected)}")
     for index, (spec, own) in enumerate(zip(layers, expected, strict=True)):
         alike = spec.kind in _OF_ROWS and own.kind in _OF_ROWS and _without_formats(spec) == _without_formats(own)
+        foreign = [plane for plane in spec.planes if plane.role in _WRITTEN and plane.format not in ROW_FORMATS]
+        if alike and foreign:
+            known = ", ".join(format_.name for format_ in ROW_FORMATS)
+            raise RecordError(f"layer {index} was stored as {_told(spec)}; rows of a live cache are read as {known} alone")
         if spec != own and not (convert and alike):
             hint = "; convert=True would write its rows anew" if alike else ""
             raise RecordError(f"layer {index} was stored as {_told(spec)}; the plan has {_told(own)}{hint}")
@@ -154,16 +203,17 @@ def _prepare(
         return layer.prepare_restore(_ring(layer, found, position))
     if isinstance(layer, ConvLayer):
         return layer.prepare_adopt(_one(layer, found, PlaneRole.CONV, layer.state.shape), position)
-    assert isinstance(layer, RecurrentLayer)
-    return layer.prepare_adopt(_one(layer, found, PlaneRole.RECURRENT, (layer.plan.state_size,)), position)
+    assert isinstance(layer, (RecurrentLayer, ResidentRecurrentLayer))
+    conv = None if layer.plan.conv is None else _one(layer, found, PlaneRole.CONV, conv_shape(layer.plan))
+    return layer.prepare_adopt(_one(layer, found, PlaneRole.RECURRENT, (layer.plan.state_size,)), position, conv=conv)
 
 
 def _one(layer: Layer, found: RestoredLayer, role: PlaneRole, shape: tuple[int, ...]) -> F32:
-    """The one row of a state, as a copy."""
+    """The one row of a state, where it is mapped."""
     came = _state(layer, found, role)
     if came.shape != (1, *shape):
         raise FormatError(f"{where(layer.plan, layer.index)}: {role.name} of shape {came.shape}, expected {(1, *shape)}")
-    return np.array(came[0], np.float32)
+    return np.asarray(came[0], np.float32)
 
 
 def _ring(layer: BoundedLayer, found: RestoredLayer, position: int) -> RingSnapshot:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 
 from warmkv.kernels.errors import KernelError
-from warmkv.kernels.formats import F32, WARMUP_ROWS, Block
-from warmkv.kernels.quant.packed import view
-from warmkv.kernels.quant.reference import decode
+from warmkv.kernels.formats import F32, WARMUP_ROWS, total_rows
 from warmkv.kernels.turboquant.reference import Estimator
-from warmkv.kernels.turboquant.turn import Turn
-from warmkv.kvstore.bridge import fields
+from warmkv.kvstore.bridge import fields, resident
+from warmkv.kvstore.bridge.decoding import Heads, heads_of, pieces
 from warmkv.kvstore.bridge.specs import HAS_GAPS, SEAT, SEAT_VERSION, Side, sides_of, stored_sides
 from warmkv.kvstore.live.layers.attention import AttentionLayer
 from warmkv.kvstore.live.layers.base import where
+from warmkv.kvstore.live.layers.resident import ResidentLayer
 from warmkv.kvstore.live.rows.base import PlaneRows
 from warmkv.kvstore.live.rows.growing import GrowingRows
 from warmkv.kvstore.live.rows.planes import Planes
@@ -24,9 +24,6 @@ from warmkv.kvstore.restored import RestoredLayer, RestoredPlane, Rows
 from warmkv.schema.errors import FormatError
 from warmkv.schema.identity import LayerKind, LayerSpec, PlaneRole
 from warmkv.schema.records import NO_FIELD
-
-#: By head the blocks that follow one another.
-Heads = list[list[Block]]
 
 
 class NotExact(Exception):
@@ -57,19 +54,26 @@ def prepare(
     parts = fields.split(row, sides, name)
     try:
         heads = [
-            _heads(plane, side, field, side.turn(layer.index, _estimator(layer, side, mine)))
+            heads_of(plane.blocks, side, field, side.turn(layer.index, _estimator(layer, side, mine)))
             for plane, side, field, mine in zip(planes, sides, parts, own, strict=True)
         ]
     except KernelError as exc:
         raise FormatError(f"{name}: {exc}") from exc
+    if isinstance(layer, ResidentLayer):
+        frozen = cast(resident.Frozen, parts)
+        return resident.prepare(layer, planes, (sides, heads), own, frozen, position=position, base=base, gapless=gapless)
     importance = _importance(found, rows, name) if layer.plan.importance else None
+    empty = layer.empty_planes()
+    keys: PlaneRows
+    values: PlaneRows
+    keys, values = empty
     if sides != own and layer.plan.quantised:  # fields are fixed for both planes at once
-        wide = [_decoded(part, side) for part, side in zip(heads, sides, strict=True)]
-        return layer.prepare_adopt(wide[0], wide[1], position=position, base=base, importance=importance, gapless=gapless)
-    keys, values = (
-        _rewritten(part, side, empty) if side != mine else _taken(part, empty, mapped=mapped, room=room)
-        for part, side, mine, empty in zip(heads, sides, own, layer.empty_planes(), strict=True)
-    )
+        _rewrite(heads, sides, empty)
+    else:
+        keys, values = (
+            _rewritten(part, side, mine) if side != wanted else _taken(part, mine, mapped=mapped, room=room)
+            for part, side, wanted, mine in zip(heads, sides, own, empty, strict=True)
+        )
     return layer.prepare_adopt(keys, values, position=position, base=base, importance=importance, gapless=gapless)
 
 
@@ -140,11 +144,6 @@ def _has_gaps(found: RestoredLayer, name: str) -> bool:
     return bool(SEAT.unpack(seat)[1] & HAS_GAPS)
 
 
-def _heads(plane: RestoredPlane, side: Side, field: F32 | None, turn: Turn | None) -> Heads:
-    parts = [view(block, side.format, side.heads, side.size, keys=side.keys, field=field, turn=turn) for block in plane.blocks]
-    return [[blocks[head] for blocks in parts] for head in range(side.heads)]
-
-
 def _taken(heads: Heads, empty: GrowingRows, *, mapped: bool, room: int) -> PlaneRows:
     if mapped and heads[0]:
         return PrefixRows(heads, empty)
@@ -152,14 +151,17 @@ def _taken(heads: Heads, empty: GrowingRows, *, mapped: bool, room: int) -> Plan
 
 
 def _rewritten(heads: Heads, side: Side, empty: GrowingRows) -> PlaneRows:
-    Planes((empty,)).append([_decoded(heads, side)])
+    _rewrite([heads], [side], [empty])
     return empty
 
 
-def _decoded(heads: Heads, side: Side) -> F32:
-    """Rows (n, heads, size) float32."""
-    none = np.empty((0, side.size), np.float32)
-    return np.stack([np.concatenate([none, *map(decode, blocks)]) for blocks in heads], axis=1)
+def _rewrite(stored: Sequence[Heads], sides: Sequence[Side], empty: Sequence[GrowingRows]) -> None:
+    """Append rows that were stored otherwise."""
+    for plane in empty:
+        plane.reserve(total_rows(stored[0][0]))
+    planes = Planes(empty)
+    for rows in pieces(stored, sides):
+        planes.append(rows)
 
 
 def _importance(found: RestoredLayer, rows: int, name: str) -> F32:

@@ -20,8 +20,10 @@ from warmkv.kvstore.live.layers.bounded import BoundedLayer
 from warmkv.kvstore.live.layers.conv import ConvLayer
 from warmkv.kvstore.live.layers.nystrom import NystromLayer
 from warmkv.kvstore.live.layers.recurrent import RecurrentLayer
+from warmkv.kvstore.live.layers.resident_recurrent import ResidentRecurrentLayer
 from warmkv.kvstore.live.model import Layer, ModelCache
 from warmkv.kvstore.live.rows.base import PlaneRows as StoredRows
+from warmkv.kvstore.live.rows.device import DeviceRows
 from warmkv.kvstore.rows import Array, LayerRows, LayerState, PlaneRows
 from warmkv.schema.errors import RecordError
 from warmkv.schema.identity import LayerKind, PlaneFormat, PlaneRole
@@ -48,9 +50,10 @@ def records_of(cache: ModelCache, length: int, *, held: int = 0) -> list[LayerRo
     ``held`` is how many tokens an offer with `field_digests` said are held: rows before it are left out,
     but for what windows need. Raises RecordError where a layer is at another position, or keeps fewer
     rows than its window needs, and where rows were given up that the lineage does not tell of (by a
-    layer's own `keep`)."""
+    layer's own `keep`); ReplayDue after a rollback until the accepted tokens were replayed."""
     if not 0 <= held <= length:
         raise RecordError(f"{held} tokens held of {length}")
+    cache.require_replayed("saved")
     gaps = has_gaps(cache)
     if gaps and cache.lineage == CLEAN:
         raise RecordError("rows were evicted, but the lineage is clean: evict through the cache, or set its lineage")
@@ -73,9 +76,12 @@ def _records(layer: Layer, length: int, held: int, gaps: bool) -> list[LayerRows
         return [LayerState(layer.index, length, (PlaneRows(PlaneRole.NYSTROM, PlaneFormat.RAW, nystrom.pages(layer)),))]
     if isinstance(layer, ConvLayer):
         return [LayerState(layer.index, length, (PlaneRows(PlaneRole.CONV, PlaneFormat.F32, layer.state[None].copy()),))]
-    assert isinstance(layer, RecurrentLayer)
-    state = layer.state.reshape(1, -1).copy()
-    return [LayerState(layer.index, length, (PlaneRows(PlaneRole.RECURRENT, PlaneFormat.F32, state),))]
+    assert isinstance(layer, (RecurrentLayer, ResidentRecurrentLayer))
+    taken = layer.taken()
+    planes = [PlaneRows(PlaneRole.RECURRENT, PlaneFormat.F32, taken.state[None])]
+    if taken.conv is not None:
+        planes.append(PlaneRows(PlaneRole.CONV, PlaneFormat.F32, taken.conv[None]))
+    return [LayerState(layer.index, length, tuple(planes))]
 
 
 def _rows(layer: AttentionLayer, length: int, held: int) -> list[LayerRows | LayerState]:
@@ -118,7 +124,9 @@ def _planes(layer: AttentionLayer, first: int, field: F32 | None) -> tuple[Plane
 
 
 def packed(plane: StoredRows, side: Side, first: int) -> Array:
-    """Rows from ``first`` on, token-major, copied."""
+    """Rows from ``first`` on, token-major, copied; of a device no others are downloaded."""
+    if isinstance(plane, DeviceRows):
+        return plane.packed(first)
     return pack([_behind(plane.blocks(head), first) for head in range(side.heads)], side.format, side.size, keys=side.keys)
 
 

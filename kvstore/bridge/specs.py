@@ -16,7 +16,8 @@ from warmkv.schema.identity import LayerKind, LayerSpec, PlaneFormat, PlaneRole,
 FORMATS = {
     RowFormat.F32: PlaneFormat.F32, RowFormat.F16: PlaneFormat.F16, RowFormat.BF16: PlaneFormat.BF16,
     RowFormat.Q8_2F: PlaneFormat.Q8_2F, RowFormat.TQ_KEY: PlaneFormat.TQ_KEY, RowFormat.TQ_VALUE: PlaneFormat.TQ_VALUE,
-    RowFormat.TQ3: PlaneFormat.TQ3,
+    RowFormat.TQ3: PlaneFormat.TQ3, RowFormat.Q8_0: PlaneFormat.Q8_0, RowFormat.Q5_1: PlaneFormat.Q5_1,
+    RowFormat.Q4_0: PlaneFormat.Q4_0, RowFormat.FP8: PlaneFormat.FP8_E4M3FN,
 }  # fmt: skip
 ROW_FORMATS = {stored: format_ for format_, stored in FORMATS.items()}
 #: A Nystroem state is as many rows of so many bytes as it takes: rows are counted in 24 bits.
@@ -85,11 +86,8 @@ def layer_specs(plan: ModelPlan, *, gaps: bool = False) -> tuple[LayerSpec, ...]
 def _spec(plan: LayerPlan, gaps: bool) -> LayerSpec:
     if plan.kind is LayerKind.SHARED:
         return LayerSpec(LayerKind.SHARED, (), shared_with=plan.shared_with)
-    if plan.kind is LayerKind.RECURRENT:
-        return LayerSpec(plan.kind, (PlaneSpec(PlaneRole.RECURRENT, PlaneFormat.F32, (plan.state_size,)),))
-    if plan.conv is not None:
-        shape = (plan.conv.taps, plan.conv.channels)
-        return LayerSpec(plan.kind, (PlaneSpec(PlaneRole.CONV, PlaneFormat.F32, shape),))
+    if plan.kind in (LayerKind.RECURRENT, LayerKind.CONV):
+        return LayerSpec(plan.kind, _states(plan))
     if plan.kind is LayerKind.NYSTROM:
         return LayerSpec(plan.kind, (PlaneSpec(PlaneRole.NYSTROM, PlaneFormat.RAW, (PAGE_BYTES,), _nystrom(plan)),))
     planes = [
@@ -106,6 +104,16 @@ def _spec(plan: LayerPlan, gaps: bool) -> LayerSpec:
         planes.append(PlaneSpec(PlaneRole.BLOB, PlaneFormat.RAW, (SEAT.size,)))
         return LayerSpec(LayerKind.SPARSE, tuple(planes))
     return LayerSpec(LayerKind.HYBRID if plan.importance else plan.kind, tuple(planes), window=plan.window)
+
+
+def _states(plan: LayerPlan) -> tuple[PlaneSpec, ...]:
+    """The state vector of a recurrent layer, and the inputs of the convolution a layer has."""
+    planes = []
+    if plan.kind is LayerKind.RECURRENT:
+        planes.append(PlaneSpec(PlaneRole.RECURRENT, PlaneFormat.F32, (plan.state_size,)))
+    if plan.conv is not None:
+        planes.append(PlaneSpec(PlaneRole.CONV, PlaneFormat.F32, (plan.conv.taps, plan.conv.channels)))
+    return tuple(planes)
 
 
 def attention_of(plan: ModelPlan, implementation: str) -> str:

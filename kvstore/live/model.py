@@ -2,59 +2,84 @@
 
 A `ModelCache` makes its layers from the plan and leaves running them to whoever runs the model: append
 and attend are the layers' own. What is here concerns the sequence as a whole: its position, eviction to
-a budget, taking tokens back, what it costs, and its lineage.
+a budget, taking tokens back, what it costs, and its lineage. With a `Residence` the layers are those of
+devices, and nothing else changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Union
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Union
 
 from warmkv.kernels import dispatch
 from warmkv.kernels.dispatch import Backend, Kernels
-from warmkv.kernels.formats import WARMUP_ROWS
+from warmkv.kernels.formats import F32, WARMUP_ROWS
 from warmkv.kvstore.live import evict, wire
 from warmkv.kvstore.live import lineage as lineages
-from warmkv.kvstore.live.evict import Mass, Policy
+from warmkv.kvstore.live.devices.base import DeviceArray
+from warmkv.kvstore.live.evict import Mass, Policy, Recent
 from warmkv.kvstore.live.layers.attention import AttentionLayer
 from warmkv.kvstore.live.layers.bounded import BoundedLayer
 from warmkv.kvstore.live.layers.conv import ConvLayer
+from warmkv.kvstore.live.layers.kept import apply_all, truncation
 from warmkv.kvstore.live.layers.nystrom import NystromLayer
 from warmkv.kvstore.live.layers.recurrent import RecurrentLayer
+from warmkv.kvstore.live.layers.resident_recurrent import ResidentRecurrentLayer
 from warmkv.kvstore.live.memory import LayerMemory, added
+from warmkv.kvstore.live.parked import ParkedLogits
 from warmkv.kvstore.live.plan import LayerPlan, ModelPlan
+from warmkv.kvstore.live.replay import Mark, Replay
 from warmkv.kvstore.live.rows.allocation import Allocate, allocate
-from warmkv.kvstore.live.wire_record import WireKind, WireRecord
-from warmkv.schema.errors import FormatError, RecordError
+from warmkv.schema.errors import FormatError, RecordError, UnsupportedError
 from warmkv.schema.identity import LayerKind
 from warmkv.schema.records import CLEAN, ID_BYTES, Lineage
 
+if TYPE_CHECKING:
+    from warmkv.kvstore.live.parts import DevicePart
+    from warmkv.kvstore.live.residence import Residence
+
 DEFAULT_POLICY = Mass()
-Layer = Union[AttentionLayer, BoundedLayer, ConvLayer, RecurrentLayer, NystromLayer]
+Layer = Union[AttentionLayer, BoundedLayer, ConvLayer, RecurrentLayer, ResidentRecurrentLayer, NystromLayer]
 
 
 class ModelCache:
     """The live cache of one sequence.
 
     ``layers`` has an entry for each layer of the plan; a SHARED layer's is the very object it shares
-    with. ``policy`` says what `evict` keeps. ``threads`` is how many the attention kernels may use;
-    results do not depend on it. ``shift_offset`` counts the positions that context shifts took out (see
-    `shift`); whoever puts state from elsewhere into the layers sets it beside the lineage.
+    with. ``policy`` says what `evict` keeps (None: `DEFAULT_POLICY`, or the newest rows on devices, which count
+    no attention). ``threads`` is how many the attention kernels may use; results do not depend on it.
+    ``residence`` says which devices layers live on, with memory taken at once, and ``parts`` what each of
+    them has; None is host memory that grows as it is needed. ``shift_offset`` counts the positions that
+    context shifts took out (see `shift`); whoever puts state from elsewhere into the layers sets it beside
+    the lineage.
 
     **Threading:** one caller at a time; caches of one process know nothing of each other."""
 
     def __init__(
-        self, plan: ModelPlan, *, backend: Backend = "auto", threads: int = 1, policy: Policy = DEFAULT_POLICY,
-        allocate: Allocate = allocate,
+        self, plan: ModelPlan, *, backend: Backend = "auto", threads: int = 1, policy: Policy | None = None,
+        allocate: Allocate = allocate, residence: Residence | None = None,
     ) -> None:  # fmt: skip
-        """Raises BackendMissing, OutOfMemory (rings are taken at once)."""
+        """Raises BackendMissing, OutOfMemory (rings are taken at once); with a ``residence`` also RecordError and
+        UnsupportedError for layers that cannot live there. Nothing stays allocated then."""
         kernels = dispatch.kernels(backend)
-        own = {
-            index: make_layer(layer, index, kernels, threads, allocate)
-            for index, layer in enumerate(plan.layers)
-            if layer.kind is not LayerKind.SHARED
-        }
-        self.plan, self.policy = plan, policy
+        own: dict[int, Layer]
+        self.parts: tuple[DevicePart, ...] = ()
+        if residence is None:
+            own = {
+                index: make_layer(layer, index, kernels, threads, allocate)
+                for index, layer in enumerate(plan.layers)
+                if layer.kind is not LayerKind.SHARED
+            }
+        else:
+            # Only here: caches of the host load nothing of devices.
+            from warmkv.kvstore.live.parts import make_parts
+
+            self.parts = make_parts(plan, residence, kernels)
+            made = (layer for part in self.parts for layer in part.layers)
+            own = {layer.index: layer for layer in sorted(made, key=lambda layer: layer.index)}
+        self.plan, self.residence = plan, residence
+        self.policy: Policy = policy or (DEFAULT_POLICY if residence is None else Recent())
         self.own: tuple[Layer, ...] = tuple(own.values())
         self.layers: tuple[Layer, ...] = tuple(
             own[layer.shared_with if layer.kind is LayerKind.SHARED else index] for index, layer in enumerate(plan.layers)
@@ -64,12 +89,43 @@ class ModelCache:
         #: Position up to which tokens decided what the lineage tells.
         self._decided = 0
         self._seals_told: set[int] = set()
+        #: Checkpoints that tell whether they can still be gone back to, as long as somebody has them.
+        self.checkpoints: weakref.WeakSet[Mark] = weakref.WeakSet()
+        self.replay = Replay()
+        self._parked = ParkedLogits(residence.devices[-1] if residence is not None else None)
 
     @property
     def position(self) -> int:
         """Position of the next token: the furthest of the layers'. Not the rows stored, which are fewer
         after an eviction, a trim, or where none are kept."""
         return max(layer.position for layer in self.own)
+
+    @property
+    def replay_due(self) -> range:
+        """Positions that recurrent layers have to see again after a rollback, empty for none: until they have,
+        by normal updates, nothing is saved."""
+        return self.replay.due(self.position)
+
+    def require_replayed(self, what: str) -> None:
+        """Raises ReplayDue, in which ``what`` cannot be done, while there is a `replay_due`."""
+        self.replay.require(self.position, what)
+
+    @property
+    def parked_logits(self) -> F32 | None:
+        """(vocabulary,) float32 logits after the last token, a host copy, for ``logits`` of a save; None unless
+        they were parked at this position."""
+        return self._parked.at(self.position)
+
+    def park_logits(self, row: DeviceArray) -> None:
+        """Keep a copy of the logits (vocabulary,) float32 after the last token on the last device, in memory taken
+        for the first. Raises RecordError for another array, OutOfMemory."""
+        self._parked.park(row, self.position)
+
+    def prepare_logits(self, row: DeviceArray) -> Callable[[], None]:
+        """Everything of `park_logits` that may fail, for who is about to change where the cache is: what is
+        returned, called then, parks them. What was parked is forgotten now."""
+        put = self._parked.prepare(row)
+        return lambda: put(self.position)
 
     @property
     def needs_eviction(self) -> bool:
@@ -95,6 +151,7 @@ class ModelCache:
         included. Raises
         RecordError for anything that is no lineage."""
         _check_lineage(found)
+        self._renewed("other state was put into the cache")
         self._lineage = found
         self._decided = 0 if found == CLEAN else self.position
         self._seals_told = {layer.index for layer in self.own if isinstance(layer, NystromLayer) and layer.sealed}
@@ -133,17 +190,31 @@ class ModelCache:
         for layer in self.own:
             layer.check_truncate(count)
         before = self.lineage
-        for layer in self.own:
-            layer.truncate_last(count)
+        apply_all([truncation(layer, count) for layer in self.own])
         if count:
-            self._taken_back(before)
+            self.taken_back(before)
 
     def clear(self) -> None:
         """Forget the conversation in all layers; weights and sizes stay, the lineage is clean."""
         for layer in self.own:
             layer.clear()
+        self._renewed("the cache was cleared")
         self._lineage, self._decided, self.shift_offset = CLEAN, 0, 0
         self._seals_told.clear()
+
+    def free(self) -> None:
+        """Take what it has on devices off their books; the cache is not to be used any more."""
+        for part in self.parts:
+            part.free()
+        self._parked.free()
+
+    def follow(self, other: ModelCache) -> None:
+        """Take over what was done to the rows of ``other``, now that they are copied here: lineage, shifts and
+        parked logits, which are this cache's from then on. Raises RecordError for another plan."""
+        if other.plan != self.plan:
+            raise RecordError(f"a cache of {len(other.plan.layers)} layers, expected one of this plan")
+        self.lineage, self.shift_offset = other.lineage, other.shift_offset
+        self._decided, self._parked, other._parked = other._decided, other._parked, self._parked
 
     def memory(self) -> LayerMemory:
         """What all layers have allocated, by purpose; shared rows count once. Each layer has its own
@@ -151,7 +222,10 @@ class ModelCache:
         return added(layer.memory() for layer in self.own)
 
     def export_layers(self, *, f16: bool = False) -> tuple[bytes, ...]:
-        """A record of the layer wire for each layer that shares with none, see `wire.export_layer`."""
+        """A record of the layer wire for each layer that shares with none, see `wire.export_layer`. Raises
+        ReplayDue after a rollback, UnsupportedError on devices."""
+        self.require_replayed("an export")
+        self._require_host()
         return tuple(wire.export_layer(layer, f16=f16) for layer in self.own)
 
     def import_layers(self, records: Sequence[bytes], *, lineage: Lineage = CLEAN) -> None:
@@ -161,23 +235,39 @@ class ModelCache:
 
         Raises FormatError, UnsupportedError, RecordError, OutOfMemory; no layer has changed then."""
         _check_lineage(lineage)
+        self._require_host()
         if len(records) != len(self.own):
             raise FormatError(f"{len(records)} layer records, expected {len(self.own)}")
         prepared = [wire.prepare_import(layer, data) for layer, data in zip(self.own, records, strict=True)]
         positions = {record.position for record, _ in prepared}
         if len(positions) > 1:
             raise FormatError(f"layer records at positions {sorted(positions)}, expected one sequence")
-        told = _wired(lineage, self.own, [record for record, _ in prepared])
+        told = wire.lineage_of(lineage, self.own, [record for record, _ in prepared])
         for _, change in prepared:
             change()
         self.lineage = told
         self.shift_offset = 0
 
-    def _taken_back(self, before: Lineage) -> None:
-        """Tell what is left standing, once positions were taken back in every layer; ``before`` is the lineage then."""
+    def taken_back(self, before: Lineage) -> None:
+        """To be called by who took positions back in every layer, of which the lineage was ``before``: tells what is
+        left standing."""
+        for taken in self.checkpoints:
+            taken.passed(self.position)
+        self._parked.passed(self.position)
         fields = _stale_fields(self.own)
         if fields or self.position < self._decided:
             self._lineage, self._decided = lineages.rewound(before, self.position, fields), self.position
+
+    def _renewed(self, why: str) -> None:
+        """What was held is no more, and neither is what was noted of it."""
+        for taken in self.checkpoints:
+            taken.retired = f"{why} since"
+        self.replay.forget()
+        self._parked.forget()
+
+    def _require_host(self) -> None:
+        if self.residence is not None:
+            raise UnsupportedError("the layer wire is of caches in host memory; save what is on devices through the bridge")
 
     @property
     def _evictable(self) -> list[AttentionLayer]:
@@ -215,14 +305,3 @@ def _stale_fields(layers: Sequence[Layer]) -> tuple[tuple[int, bytes], ...]:
             fields = [plane.field for plane in (layer.keys, layer.values)]
             found += [(layer.index, field.tobytes()) for field in fields if field is not None and rows < WARMUP_ROWS]
     return tuple(found)
-
-
-def _wired(before: Lineage, layers: Sequence[Layer], records: Sequence[WireRecord]) -> Lineage:
-    """Half precision loses digits, except of a recurrent vector, which is sent whole; rows with gaps
-    were evicted."""
-    for layer, record in zip(layers, records, strict=True):
-        halved = record.half and record.kind is not WireKind.LINEAR
-        gaps = record.base if layer.plan.kind is LayerKind.FULL else 0
-        if halved or gaps:
-            before = lineages.wired(before, layer.index, record.position, gaps, halved)
-    return before

@@ -16,7 +16,8 @@ from warmkv.kernels.formats import F32
 from warmkv.kvstore.live.layers.attention import AttentionLayer
 from warmkv.kvstore.live.layers.base import where
 from warmkv.kvstore.live.layers.conv import ConvLayer
-from warmkv.kvstore.live.layers.recurrent import RecurrentLayer
+from warmkv.kvstore.live.layers.recurrent import RecurrentLayer, RecurrentState
+from warmkv.kvstore.live.layers.resident_recurrent import ResidentRecurrentLayer
 from warmkv.kvstore.live.model import Layer, ModelCache
 from warmkv.kvstore.live.plan import LayerPlan, ModelPlan
 from warmkv.kvstore.live.rows.allocation import refusals
@@ -41,6 +42,10 @@ class SavedRows:
         return self.keys.stored_bytes + self.values.stored_bytes + mass
 
 
+#: Rows, the state of a recurrent layer, the inputs of a convolution.
+Saved = Union[SavedRows, RecurrentState, F32]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
     """The state of every layer that has one of its own, after ``position`` tokens. ``plan`` says how it is
@@ -50,7 +55,7 @@ class Snapshot:
     position: int
     lineage: Lineage
     shift_offset: int
-    layers: tuple[Union[SavedRows, F32], ...]
+    layers: tuple[Saved, ...]
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +65,8 @@ class Snapshot:
 
 def take(cache: ModelCache) -> Snapshot:
     """Copies of all layers. Raises RecordError where they are at different positions, UnsupportedError for
-    rings and Nystroem layers, OutOfMemory."""
+    rings and Nystroem layers, ReplayDue, OutOfMemory."""
+    cache.require_replayed("copied aside")
     position = cache.position
     for layer in cache.own:
         if layer.position != position:
@@ -86,16 +92,18 @@ def prepare(cache: ModelCache, snapshot: Snapshot, *, room: int = 0) -> Callable
     return install
 
 
-def _saved(layer: Layer) -> SavedRows | F32:
+def _saved(layer: Layer) -> Saved:
     if isinstance(layer, AttentionLayer):
         mass = None if layer.importance is None else _copy(layer.importance)
         return SavedRows(layer.keys.gathered(None), layer.values.gathered(None), mass, layer.base, layer.gapless)
-    if isinstance(layer, (ConvLayer, RecurrentLayer)):
+    if isinstance(layer, (RecurrentLayer, ResidentRecurrentLayer)):
+        return layer.taken()
+    if isinstance(layer, ConvLayer):
         return _copy(layer.state)
     raise UnsupportedError(f"{where(layer.plan, layer.index)} cannot be copied aside; save it through the bridge")
 
 
-def _prepared(layer: Layer, saved: SavedRows | F32, position: int, room: int) -> Callable[[], None]:
+def _prepared(layer: Layer, saved: Saved, position: int, room: int) -> Callable[[], None]:
     if isinstance(layer, AttentionLayer):
         assert isinstance(saved, SavedRows)
         more = max(0, room - len(saved.keys))
@@ -103,7 +111,10 @@ def _prepared(layer: Layer, saved: SavedRows | F32, position: int, room: int) ->
             saved.keys.gathered(None, more), saved.values.gathered(None, more), position=position, base=saved.base,
             importance=saved.importance, gapless=saved.gapless,
         )  # fmt: skip
-    assert isinstance(layer, (ConvLayer, RecurrentLayer)) and isinstance(saved, np.ndarray)
+    if isinstance(layer, (RecurrentLayer, ResidentRecurrentLayer)):
+        assert isinstance(saved, RecurrentState)
+        return layer.prepare_adopt(saved.state, position, conv=saved.conv)
+    assert isinstance(layer, ConvLayer) and isinstance(saved, np.ndarray)
     return layer.prepare_adopt(saved, position)
 
 

@@ -157,7 +157,7 @@ class InferenceState(ModelCache):
         for layer in self.own:
             layer.truncate_last(counts[layer.index])
         if any(counts.values()):
-            self._taken_back(before)
+            self.taken_back(before)
         return length
 
     def shift(self, keep: int, count: int, rope: Rope | None = None, *, gone: TokensLike | None = None) -> None:

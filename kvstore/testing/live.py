@@ -20,6 +20,7 @@ from warmkv.kvstore.live.layers.bounded import BoundedLayer
 from warmkv.kvstore.live.layers.conv import ConvLayer
 from warmkv.kvstore.live.layers.nystrom import NystromLayer
 from warmkv.kvstore.live.layers.recurrent import RecurrentLayer
+from warmkv.kvstore.live.layers.resident_recurrent import ResidentRecurrentLayer
 from warmkv.kvstore.live.model import Layer, ModelCache
 from warmkv.kvstore.live.plan import ConvPlan, LayerPlan, ModelPlan, NystromPlan, RingPlan, TurboQuantPlan, modes
 from warmkv.kvstore.results import Saved
@@ -36,6 +37,7 @@ _RING = LayerPlan(
     ring=RingPlan(window=11, sinks=0, inv_freq=(1.0, 0.1), undo_rows=5),
 )  # fmt: skip
 _RECURRENT = LayerPlan(LayerKind.RECURRENT, state_size=33)
+_DELTA = LayerPlan(LayerKind.RECURRENT, state_size=21, conv=ConvPlan(channels=5, taps=3, history=0))
 _NYSTROM = LayerPlan(
     LayerKind.NYSTROM, heads=4, kv_heads=2, key_size=8, value_size=6,
     nystrom=NystromPlan(landmarks=6, window=5, sinks=2, boundary=48),
@@ -55,7 +57,13 @@ def rotated(name: str, layer: LayerPlan = _FULL, seed: int = 42, **changes: obje
     return replace(written(layer, *_ROTATED[name], value_size=24, turboquant=TurboQuantPlan(seed)), **changes)  # type: ignore[arg-type]
 
 
+def blocked(name: str, layer: LayerPlan = _FULL, **changes: object) -> LayerPlan:
+    """The layer in a mode of blocked rows; keys and values of different sizes."""
+    return replace(written(layer, *_BLOCKED[name], key_size=96, value_size=64), **changes)  # type: ignore[arg-type]
+
+
 _MODES = {name: (keys, values) for name, keys, values in modes()}
+_BLOCKED = {name: (keys, values) for name, keys, values in modes(blocked=True) if name not in _MODES}
 _ROTATED = {name: (keys, values) for name, keys, values in modes(rotated=True) if name not in _MODES}
 #: Plans by name: every kind of layer, rows in every mode, some of them mixed.
 PLANS: dict[str, ModelPlan] = {
@@ -71,9 +79,13 @@ PLANS: dict[str, ModelPlan] = {
     "one side rotated": ModelPlan((rotated("tqk"), rotated("tqv"), rotated("tq3k", seed=0))),
     "window rotated": ModelPlan((rotated("turboquant", _WINDOW), rotated("tqv", _WINDOW))),
     "tq3": ModelPlan((rotated("tq3", importance=True), rotated("tq3", heads=6, kv_heads=3, alive=(True, False, True)))),
+    "blocks": ModelPlan((blocked("q8_0/q5_1"), blocked("fp8/q4_0", heads=6, kv_heads=3, alive=(True, False, True)))),
+    "window blocks": ModelPlan((blocked("q8_0/q4_0", _WINDOW), blocked("q5_1", importance=True))),
+    "blocks beside a field": ModelPlan((blocked("q4_0", key_format=RowFormat.Q8_2F), blocked("q8_0/fp8"))),
     "convolutions": ModelPlan((_CONV, rotated("turboquant"), _CONV, written(_FULL, *_MODES["f16"]))),
     "ring": ModelPlan((_RING, _FULL)),
     "recurrent": ModelPlan((_RECURRENT,)),
+    "hybrid": ModelPlan((_DELTA, written(_FULL, *_MODES["f16"]), _DELTA)),
     "nystroem": ModelPlan((_NYSTROM, replace(_FM, importance=False))),
     "everything": ModelPlan(
         (written(_FULL, *_MODES["q8"], importance=True), _WINDOW, _RING, _RECURRENT, _NYSTROM, _SHARED,
@@ -99,8 +111,17 @@ def feed(cache: ModelCache, count: int, seed: int = 0) -> list[bytes]:
 
 def fill(cache: ModelCache, count: int, seed: int = 0) -> None:
     """Take ``count`` further tokens at once. Rows are attended only where somebody remembers it."""
-    for layer in cache.own:
+    for layer in cache.own if count else ():
         _feed_layer(layer, count, seed, attend=False)
+
+
+def replay(cache: ModelCache, seed: int = 0) -> None:
+    """Take the tokens that a rollback left some layers behind with once more, through these layers."""
+    position = cache.position
+    behind = {layer.index: lag for layer, lag in cache.replay.layers}
+    for layer in cache.own:
+        if layer.index in behind:
+            _feed_layer(layer, position - behind[layer.index] - layer.position, seed, attend=False)
 
 
 def save(
@@ -129,10 +150,8 @@ def _feed_layer(layer: Layer, count: int, seed: int, *, attend: bool) -> F32:
             inputs[index] = _numbers(seed, layer.index, at + index, inputs.shape[1])
         layer.append(inputs)
         return layer.state.copy()
-    if isinstance(layer, RecurrentLayer):
-        for position in range(at, at + count):
-            layer.update(np.float32(0.9) * layer.state + _numbers(seed, layer.index, position, plan.state_size))
-        return layer.state.copy()
+    if isinstance(layer, (RecurrentLayer, ResidentRecurrentLayer)):
+        return _feed_recurrent(layer, count, seed)
     shapes = ((plan.heads, plan.key_size), (plan.kv_heads, plan.key_size), (plan.kv_heads, plan.value_size))
     q, k, v = (np.empty((count, *shape), np.float32) for shape in shapes)
     for index in range(count):
@@ -147,7 +166,17 @@ def _feed_layer(layer: Layer, count: int, seed: int, *, attend: bool) -> F32:
     layer.append(k, v)
     out = layer.attend_chunk(q) if attend or layer.importance is not None else q[:0]
     layer.trim_window()
-    return out
+    return out if isinstance(out, np.ndarray) else np.asarray(layer.device.download(out), np.float32)
+
+
+def _feed_recurrent(layer: RecurrentLayer | ResidentRecurrentLayer, count: int, seed: int) -> F32:
+    for position in range(layer.position, layer.position + count):
+        before, conv = layer.taken(), None
+        if before.conv is not None:
+            inputs = _numbers(seed, layer.index, position + (1 << 20), before.conv.shape[1])
+            conv = np.concatenate([before.conv[1:], inputs[None]])
+        layer.update(np.float32(0.9) * before.state + _numbers(seed, layer.index, position, layer.plan.state_size), conv=conv)
+    return layer.taken().state
 
 
 def _feed_nystrom(layer: NystromLayer, q: F32, k: F32, v: F32) -> F32:
@@ -185,7 +214,9 @@ def _contents(layer: Layer, importance: bool) -> object:
         return layer.position, layer.sealed_rows, flat
     if isinstance(layer, ConvLayer):
         return layer.position, layer.state.tobytes()
-    return layer.position, layer.state.tobytes(), layer.scratch
+    taken, scratch = layer.taken(), layer.scratch if isinstance(layer, RecurrentLayer) else None
+    found = (layer.position, taken.state.tobytes(), scratch)
+    return found if taken.conv is None else (*found, taken.conv.tobytes())
 
 
 def _rows(layer: AttentionLayer, importance: bool) -> object:

@@ -29,7 +29,9 @@ from warmkv.schema.records import AnchorKind
 LENGTH, STEPS = 75, 16
 Ids = npt.NDArray[np.uint32]
 #: Caches of which rows were evicted.
-EVICTED = {"q8 with gaps": "q8", "importance with gaps": "importance", "tq3 with gaps": "tq3"}
+EVICTED = {
+    "q8 with gaps": "q8", "importance with gaps": "importance", "tq3 with gaps": "tq3", "blocks with gaps": "blocks"
+}  # fmt: skip
 #: Caches of which tokens were taken out, as a model that rotates its keys has them.
 SHIFTED = {"f32 shifted": ("f32", Pairs.NEOX), "f16 shifted": ("f16", Pairs.NORM), "q8v shifted": ("q8v", Pairs.NEOX)}
 KEEP, GONE = 5, 9

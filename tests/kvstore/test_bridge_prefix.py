@@ -23,7 +23,7 @@ from warmkv.schema.errors import CannotRewind
 from warmkv.schema.identity import PlaneRole
 
 LENGTH = 100
-NOT_ROWS = frozenset({"convolutions", "ring", "recurrent", "nystroem", "everything"})
+NOT_ROWS = frozenset({"convolutions", "ring", "recurrent", "hybrid", "nystroem", "everything"})
 #: Plans all of whose layers keep rows.
 OF_ROWS = {name: plan for name, plan in PLANS.items() if name not in NOT_ROWS}
 by_plan = pytest.mark.parametrize("name", OF_ROWS)

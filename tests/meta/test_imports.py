@@ -37,7 +37,7 @@ ONLY_IN = {
     "transformers": ("warmkv.kvstore.integrations",),
     "peft": ("warmkv.kvstore.integrations",),
     "numba": ("warmkv.kernels",),
-    "cupy": ("warmkv.kernels",),
+    "cupy": ("warmkv.kernels", "warmkv.kvstore.live.devices"),
 }
 
 

@@ -1,7 +1,7 @@
 """A layer whose rows are attended: full attention, sliding windows, and the rows a Nyström layer collects.
 
 All that is done with such a layer is here, which makes the module long; what it is made of is elsewhere:
-`rows` stores, `makings` checks and creates planes, `places` counts positions, `extremes` scans.
+`rows` stores, `makings` checks and creates planes, `computing` answers, `places` counts positions, `extremes` scans.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from warmkv.kernels.attention.layer import attend_heads, attend_heads_chunk
-from warmkv.kernels.attention.reference import Blocks
 from warmkv.kernels.dispatch import Kernels
 from warmkv.kernels.dispatch import kernels as kernels_of
 from warmkv.kernels.formats import F32
 from warmkv.kvstore.live.layers import checks
 from warmkv.kvstore.live.layers.base import next_generation, where
+from warmkv.kvstore.live.layers.computing import Computing, HostComputing
 from warmkv.kvstore.live.layers.extremes import AbsMax
 from warmkv.kvstore.live.layers.makings import Makings
 from warmkv.kvstore.live.layers.places import Places
@@ -63,11 +62,7 @@ class AttentionLayer:
         self._makings = Makings(plan, index, self.kernels, allocate)
         self._name = self._makings.name
         self._sinks: F32 | None = None
-        alive = plan.alive_heads
-        # Query heads that are answered; None: all, and nothing has to be picked out.
-        self._queries: list[int] | None = None
-        if len(alive) < plan.kv_heads:
-            self._queries = [head * plan.group + at for head in alive for at in range(plan.group)]
+        self._computing: Computing = HostComputing(plan, self.kernels, threads)
         self._places = Places(self._name, plan.window)
         self._extremes = AbsMax(2)
         self.generation = next_generation()
@@ -114,6 +109,7 @@ class AttentionLayer:
             if np.isnan(sinks).any() or np.isposinf(sinks).any():
                 raise RecordError(f"{self._name}: sinks with NaN or infinity")
             sinks.flags.writeable = False
+        self._computing.weigh(sinks)
         self._sinks = sinks
 
     def empty_planes(self) -> tuple[GrowingRows, GrowingRows]:
@@ -123,50 +119,31 @@ class AttentionLayer:
     def append(self, k: F32, v: F32) -> None:
         """Store rows of the next positions. What is handed in for dead KV heads is not looked at."""
         keys, values = self._makings.rows_of(k, v, self.rows, self.position)
-        rows = [keys, values]
-        if self._mass is not None:
-            rows.append(np.zeros((len(keys), 1, 1), np.float32))
-        if self._planes.append(rows):
-            # Old rows were written anew: whoever mirrors them cannot tell from their count.
-            self._extremes.changed(0)
-            self.generation = next_generation()
-        self._places.append(len(keys))
+        self._store(keys, values)
 
     def attend(self, q: F32, *, upto: int | None = None, observe: bool = True) -> F32:
         """The answers (heads, value_size) to queries of one position over the first ``upto`` rows (None:
         all), of these the last ``window`` where the plan has one. ``observe``: what every row was attended
         with is added to `importance`. Raises RecordError where the window reaches rows that were given up."""
-        q = checks.floats(q, (self.plan.heads, self.plan.key_size), f"{self._name}: queries")
+        q = self._computing.queries(q, (self.plan.heads, self.plan.key_size), f"{self._name}: queries")
         last = self.rows if upto is None else upto
         if not 0 <= last <= self.rows:
             raise RecordError(f"{self._name}: attention up to row {last}, {self.rows} rows are stored")
         first = self._first(last)
         if not last:
-            return np.zeros((self.plan.heads, self.plan.value_size), np.float32)
-        keys, values = self._blocks()
-        out = attend_heads(
-            self.kernels, q if self._queries is None else q[self._queries], keys, values, scale=self.plan.logit_scale,
-            first=first, upto=last, softcap=self.plan.softcap, sinks=self._alive_sinks(),
-            importance=self.importance if observe else None, threads=self.threads,
-        ).out  # fmt: skip
-        return self._with_dead(out, 0)
+            return self._computing.nothing(self.plan.heads, self.plan.value_size)
+        return self._computing.one(q, self.keys, self.values, first, last, self.importance if observe else None)
 
     def attend_chunk(self, q: F32, *, observe: bool = True) -> F32:
         """The answers (n, heads, value_size) to queries (n, heads, key_size) of the newest n rows, each of
         which sees itself and what came before it."""
-        q = checks.floats(q, (None, self.plan.heads, self.plan.key_size), f"{self._name}: queries")
+        q = self._computing.queries(q, (None, self.plan.heads, self.plan.key_size), f"{self._name}: queries")
         if len(q) > self.rows:
             raise RecordError(f"{self._name}: queries of {len(q)} positions, {self.rows} rows are stored")
         if not len(q):
-            return np.zeros((0, self.plan.heads, self.plan.value_size), np.float32)
+            return self._computing.nothing(0, self.plan.heads, self.plan.value_size)
         self._first(self.rows - len(q) + 1)
-        keys, values = self._blocks()
-        out = attend_heads_chunk(
-            self.kernels, q if self._queries is None else q[:, self._queries], keys, values, scale=self.plan.logit_scale,
-            start=self.rows - len(q), window=self.plan.window, softcap=self.plan.softcap, sinks=self._alive_sinks(),
-            importance=self.importance if observe else None, threads=self.threads,
-        ).out  # fmt: skip
-        return self._with_dead(out, 1)
+        return self._computing.chunk(q, self.keys, self.values, self.importance if observe else None)
 
     def attend_head(self, q: F32, head: int) -> tuple[F32, F32]:
         """One query (key_size,) of query head ``head``: its answer (value_size,) and the probability of every
@@ -248,8 +225,8 @@ class AttentionLayer:
 
     def clear(self) -> None:
         """Forget the conversation; sinks stay, memory may be kept."""
-        self._planes.clear()
         self._forget()
+        self._planes.clear()
 
     def release(self) -> None:
         """`clear`, and give the memory back."""
@@ -311,6 +288,17 @@ class AttentionLayer:
         self.keys, self.values, self._mass = keys, values, mass
         self._planes = Planes((keys, values) if mass is None else (keys, values, mass))
 
+    def _store(self, keys: F32, values: F32) -> None:
+        """Behind the others, all checks made."""
+        rows = [keys, values]
+        if self._mass is not None:
+            rows.append(np.zeros((len(keys), 1, 1), np.float32))
+        if self._planes.append(rows):
+            # Old rows were written anew: whoever mirrors them cannot tell from their count.
+            self._extremes.changed(0)
+            self.generation = next_generation()
+        self._places.append(len(keys))
+
     def _forget(self) -> None:
         self._places.reset()
         self._extremes.changed(0)
@@ -322,23 +310,6 @@ class AttentionLayer:
         if first < 0 and self.base:
             raise RecordError(f"{self._name}: a window of {self.plan.window} up to row {last}, rows before row 0 were given up")
         return max(0, first)
-
-    def _blocks(self) -> tuple[list[Blocks], list[Blocks]]:
-        heads = range(self.keys.heads)
-        return [self.keys.blocks(head) for head in heads], [self.values.blocks(head) for head in heads]
-
-    def _with_dead(self, answers: F32, axis: int) -> F32:
-        """Answers of the query heads of alive KV heads along ``axis``, with zeros for the others."""
-        if self._queries is None:
-            return answers
-        shape = list(answers.shape)
-        shape[axis] = self.plan.heads
-        out = np.zeros(shape, np.float32)
-        out[(slice(None),) * axis + (self._queries,)] = answers
-        return out
-
-    def _alive_sinks(self) -> F32 | None:
-        return self._sinks if self._sinks is None or self._queries is None else self._sinks[self._queries]
 
     def _counted(self) -> F32:
         mass = self.importance

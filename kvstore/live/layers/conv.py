@@ -15,6 +15,7 @@ import numpy.typing as npt
 from warmkv.kernels.formats import F32
 from warmkv.kvstore.live.layers import checks
 from warmkv.kvstore.live.layers.base import check_count, next_generation, where
+from warmkv.kvstore.live.layers.kept import Change, KeptStates, sure
 from warmkv.kvstore.live.memory import LayerMemory
 from warmkv.kvstore.live.plan import LayerPlan
 from warmkv.kvstore.live.rows.allocation import Allocate, allocate, refusals
@@ -172,6 +173,27 @@ class ConvLayer:
             self.history.push(position, self._state)
 
         return install
+
+    def set_aside(self) -> KeptStates:
+        """A copy to go back to, for where the history does not reach. Raises OutOfMemory."""
+        with refusals(self._state.nbytes, f"the state of {self._name}"):
+            return KeptStates(self.position, self.generation, self._state.copy())
+
+    def set_aside_into(self, kept: KeptStates) -> None:
+        """`set_aside` over an earlier copy of this layer's, without asking for memory."""
+        kept.state[:] = self._state
+        kept.position, kept.generation = self.position, self.generation
+
+    def prepare_return(self, kept: KeptStates) -> Change:
+        """What takes the layer back to ``kept``; of the history only that position is known then."""
+
+        def apply() -> None:
+            self._state[:] = kept.state
+            self.position = kept.position
+            self.history.clear()
+            self.history.push(self.position, self._state)
+
+        return sure(apply)
 
     def check_truncate(self, count: int) -> None:
         check_count(self._name, count, self.position)

@@ -134,7 +134,8 @@ def test_each_storage_mode_stays_close_and_stores_what_its_formats_say(mode: str
     model = on_live("llama")
     cache = LiveCache(model, mode)
     found = logits(model, ids, cache, sizes=(30, 1, 1, 40))
-    assert 0 < (found - expected).abs().max() < 0.1 * expected.abs().max()
+    near = 0.5 if mode == "fp8" else 0.1  # it has a sixteenth of the precision of bf16
+    assert 0 < (found - expected).abs().max() < near * expected.abs().max()
     layer = cache.live.plan.layers[0]
     row = layer.key_format.row_bytes(16, keys=True) + layer.value_format.row_bytes(16, keys=False)
     fields = 4 * 16 * (layer.key_format.quantised + layer.value_format.quantised)

@@ -64,7 +64,7 @@ def dump(layer: Layer) -> Dump:
             bits(layer.sink_values),
         )
     if isinstance(layer, RecurrentLayer):
-        return (*about, bits(layer.state), bits(layer.scratch))
+        return (*about, bits(layer.state), bits(layer.conv), bits(layer.scratch))
     if isinstance(layer, ConvLayer):
         return (*about, bits(layer.state), history_of(layer))
     assert isinstance(layer, NystromLayer)

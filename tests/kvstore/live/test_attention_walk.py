@@ -25,10 +25,12 @@ from warmkv.schema.errors import CannotRewind, OutOfMemory, RecordError
 from warmkv.schema.identity import LayerKind
 
 HEADS, KV_HEADS = 4, 2
-#: Channels of keys and of values; rotated rows need multiples of 8, and these have odd factors.
-SIZES, ROTATED_SIZES = (33, 7), (40, 24)
+#: Channels of keys and of values; rotated rows need multiples of 8, and these have odd factors, blocked ones of 32.
+SIZES, ROTATED_SIZES, BLOCKED_SIZES = (33, 7), (40, 24), (64, 32)
 COUNTS = (0, 1, 1, 1, 2, 3, 17, 62, 63, 64, 65, 66)
-MODES = [pytest.param(keys, values, id=name) for name, keys, values in modes(rotated=True)]
+#: Blocked formats are walked with each of the three once.
+_WALKED = {name for name, *_ in modes(rotated=True)} | {"q8_0/q5_1", "fp8/q4_0"}
+MODES = [pytest.param(keys, values, id=name) for name, keys, values in modes(rotated=True, blocked=True) if name in _WALKED]
 
 
 class Faults:
@@ -263,9 +265,10 @@ def segments(plane, rng: np.random.Generator) -> list[list[Block]]:
 def plan_of(keys: RowFormat, values: RowFormat, *, window: int, alive: tuple[bool, ...], softcap: float) -> LayerPlan:
     kind = LayerKind.SLIDING if window else LayerKind.FULL
     rotated = keys.rotated or values.rotated
+    sizes = ROTATED_SIZES if rotated else BLOCKED_SIZES if keys.blocked or values.blocked else SIZES
     estimator = list(Estimator)[(window + len(alive)) % 3]
     return LayerPlan(
-        kind, HEADS, KV_HEADS, *(ROTATED_SIZES if rotated else SIZES), keys, values, alive=alive, window=window, scale=0.2,
+        kind, HEADS, KV_HEADS, *sizes, keys, values, alive=alive, window=window, scale=0.2,
         softcap=softcap, turboquant=TurboQuantPlan(seed=5, estimator=estimator) if rotated else None,
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ def full(size: int, value_size: int = 0) -> LayerPlan:
 
 
 CONV = LayerPlan(LayerKind.CONV, conv=ConvPlan(16))
-MODEL = ModelPlan((full(16), CONV, replace(full(16), kind=LayerKind.SLIDING, window=8)))
+MODEL = ModelPlan((full(32), CONV, replace(full(32), kind=LayerKind.SLIDING, window=8)))
 
 
 def every_mode() -> list[Compression]:
@@ -70,7 +70,9 @@ def test_turboquant_of_no_side_is_f32_and_shares_its_namespace() -> None:
     assert none == Compression() and none.tag == "" and none.seed == 0
 
 
-@pytest.mark.parametrize("plan", [MODEL, ModelPlan((full(12),)), ModelPlan((full(16, 12),)), ModelPlan((CONV,))])
+@pytest.mark.parametrize(
+    "plan", [MODEL, ModelPlan((full(12),)), ModelPlan((full(16, 12),)), ModelPlan((full(64, 40),)), ModelPlan((CONV,))]
+)
 def test_all_pairs_share_a_tag_just_where_their_rows_are_written_alike(plan: ModelPlan) -> None:
     asked = every_mode()
     assert len({mode.tag for mode in asked}) >= len(RowFormat)
@@ -93,6 +95,21 @@ def test_the_mode_that_counts_is_the_one_the_rows_are_written_in(size: int, stor
     plan = ModelPlan((CONV, full(size)))
     assert asked.resolved(plan) == (asked if stored else Compression())
     assert compression_of(asked.applied(plan)) == asked.resolved(plan)
+
+
+@pytest.mark.parametrize("sides", [(RowFormat.Q8_0, RowFormat.Q5_1), (RowFormat.FP8, RowFormat.Q4_0), (RowFormat.Q8_0, F32)])
+@pytest.mark.parametrize(
+    "size, stored", [(32, True), (96, True), (192, True), (320, True), (40, False), (80, False), (112, False)]
+)
+def test_blocks_are_asked_for_and_told_like_others(
+    sides: tuple[RowFormat, RowFormat], size: int, stored: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked, plan = Compression(*sides), ModelPlan((CONV, full(64), full(size)))
+    with caplog.at_level(logging.WARNING):
+        mode = asked.resolved(plan)
+    assert mode == (asked if stored else Compression()) and compression_of(asked.applied(plan)) == mode
+    assert mode.tag == (f"k-{sides[0].value},v-{sides[1].value}:" if stored else "")
+    assert stored or f"heads of {size} channels: not a multiple of 32" in caplog.text
 
 
 def test_one_layer_that_cannot_resolves_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
@@ -126,7 +143,7 @@ def test_applying_replaces_what_was_there() -> None:
 
 
 def test_every_named_mode_is_one() -> None:
-    for name, keys, values in modes(rotated=True):
+    for name, keys, values in modes(rotated=True, blocked=True):
         mode = Compression.named(name, 5)
         assert (mode.keys, mode.values, mode.seed) == (keys, values, 5 if keys.rotated or values.rotated else 0)
         assert compression_of(mode.applied(MODEL)) == mode

@@ -41,8 +41,9 @@ def content(plane: GrowingRows) -> list[tuple[bytes, bytes | None, bytes | None]
     return found
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-@pytest.mark.parametrize("size", [1, 7, 32, 33, 80])
+@pytest.mark.parametrize(
+    "format_, size", [(format_, size) for format_ in FORMATS for size in (1, 7, 32, 33, 80, 96) if format_.refusal(size) is None]
+)
 @pytest.mark.parametrize("keys", [True, False])
 def test_rows_are_stored_as_the_encoder_says(format_: RowFormat, size: int, keys: bool) -> None:
     rows = numbers(5, 3, size)
@@ -54,7 +55,9 @@ def test_rows_are_stored_as_the_encoder_says(format_: RowFormat, size: int, keys
         assert (block.scales is None) == (want.scales is None)
         assert block.scales is None or block.scales.tobytes() == want.scales.tobytes()
     groups = {True: -(-size // 32), False: 1}[keys] if format_.quantised else 0
-    assert plane.stored_bytes == 3 * 5 * (size * format_.code_dtype.itemsize + 4 * groups)
+    packed = {RowFormat.Q8_0: 34, RowFormat.Q5_1: 24, RowFormat.Q4_0: 18}
+    bytes_ = size // 32 * packed[format_] if format_ in packed else size * format_.code_dtype.itemsize + 4 * groups
+    assert plane.stored_bytes == 3 * 5 * bytes_
 
 
 @pytest.mark.parametrize("keys", [True, False])
@@ -88,8 +91,9 @@ def test_blocks_are_read_only_runs_of_adjacent_rows() -> None:
 
 @pytest.mark.parametrize("format_", FORMATS)
 def test_growth_and_sliding_keep_every_row(format_: RowFormat) -> None:
-    rng, rows = np.random.default_rng(3), numbers(4000, 2, 5)
-    plane = GrowingRows(format_, 2, 5, keys=True)
+    size = 32 if format_.blocked else 5
+    rng, rows = np.random.default_rng(3), numbers(4000, 2, size)
+    plane = GrowingRows(format_, 2, size, keys=True)
     first = last = 0
     while last < len(rows):
         count = int(rng.integers(0, 90))
@@ -191,6 +195,35 @@ def test_memory_refused_inside_a_kernel_leaves_both_planes(operation: str, at: i
     whole = Planes([GrowingRows(RowFormat.Q8_2F, 1, 8, keys=keys) for keys in (True, False)])
     whole.append([rows, rows])
     assert [content(plane) for plane in pair] == [content(plane) for plane in whole.planes]
+
+
+@pytest.mark.parametrize("format_", [format_ for format_ in FORMATS if format_.finite_only and not format_.quantised])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_rows_that_are_not_finite_are_refused_where_no_code_stands_for_them(format_: RowFormat, bad: float) -> None:
+    plane, rows = filled(format_, numbers(66, 3, 64)), numbers(4, 3, 64)
+    before = content(plane)
+    rows[2, 1, 5] = bad
+    plane.reserve(4)
+    with pytest.raises(RecordError, match=f"head 1, row 68: NaN or infinity, which {format_.value} cannot hold"):
+        plane.append(rows)
+    assert content(plane) == before
+
+
+@pytest.mark.parametrize("format_", [format_ for format_ in FORMATS if format_.blocked])
+def test_numbers_too_large_for_their_scale_are_refused(format_: RowFormat) -> None:
+    plane, rows = filled(format_, numbers(5, 2, 32)), numbers(3, 2, 32)
+    before = content(plane)
+    rows[1, 1, 30] = 1e9
+    plane.reserve(3)
+    with pytest.raises(RecordError, match="head 1, row 6: numbers too large for a float16 scale"):
+        plane.append(rows)
+    assert content(plane) == before
+
+
+@pytest.mark.parametrize("format_", [format_ for format_ in FORMATS if format_.blocked])
+def test_heads_that_blocks_do_not_fill_have_no_plane(format_: RowFormat) -> None:
+    with pytest.raises(RecordError, match="values: heads of 80 channels: not a multiple of 32"):
+        GrowingRows(format_, 2, 80, keys=False)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from warmkv.kvstore.live.layers.recurrent import RecurrentLayer
-from warmkv.kvstore.live.plan import LayerPlan
+from warmkv.kvstore.live.plan import ConvPlan, LayerPlan
 from warmkv.kvstore.testing.allocated import allocated_bytes
 from warmkv.schema.errors import CannotRewind, OutOfMemory, RecordError
 from warmkv.schema.identity import LayerKind
@@ -222,3 +222,35 @@ def test_random_walk_equals_a_twin_of_two_values(seed: int) -> None:
         assert (layer.scratch is None) == (ahead is None)
         if ahead is not None and layer.scratch is not None:
             assert layer.scratch.tobytes() == ahead[0].tobytes()
+
+
+def test_a_convolution_goes_with_its_state() -> None:
+    layer = RecurrentLayer(LayerPlan(LayerKind.RECURRENT, state_size=SIZE, conv=ConvPlan(4, taps=2, history=0)))
+    first, second = (np.random.default_rng(seed).standard_normal((2, 4)).astype(np.float32) for seed in (5, 6))
+    assert layer.conv is not None and not layer.conv.any()
+    layer.update(vector(1), 3, conv=first)
+    layer.speculate(vector(2), 2, conv=second)
+    assert layer.conv.tobytes() == first.tobytes()
+    assert layer.memory().conv == 2 * 32 and layer.memory().total == allocated_bytes(layer) == 2 * (4 * SIZE + 32)
+    layer.discard()
+    assert layer.conv.tobytes() == first.tobytes() and layer.memory().total == allocated_bytes(layer)
+    layer.speculate(vector(2), 2, conv=second)
+    layer.commit()
+    assert layer.conv.tobytes() == second.tobytes() and layer.position == 5
+    with pytest.raises(ValueError, match="read-only"):
+        layer.conv[0] = 1
+    second[:] = 9
+    assert not (layer.conv == 9).any()
+    layer.clear()
+    assert not layer.conv.any()
+
+
+def test_a_convolution_is_given_just_where_there_is_one() -> None:
+    conv = np.zeros((2, 4), np.float32)
+    beside = RecurrentLayer(LayerPlan(LayerKind.RECURRENT, state_size=SIZE, conv=ConvPlan(4, taps=2, history=0)))
+    for layer, given in ((beside, None), (RecurrentLayer(plan()), conv), (beside, conv[:1]), (beside, conv.astype(np.float64))):
+        before = everything(layer)
+        for attempt in (layer.update, layer.speculate, layer.adopt):
+            with pytest.raises(RecordError, match="layer 0 .RECURRENT.: "):
+                attempt(vector(1), 1, conv=given)
+        assert everything(layer) == before

@@ -267,6 +267,8 @@ def test_importance_is_needed_where_it_is_counted_and_dropped_where_it_is_not() 
         (replace(FULL, value_format=RowFormat.Q8_2F), "values are q8_2f"),
         (replace(FULL, key_format=RowFormat.F16), "keys are f16"),
         (replace(FULL, value_format=RowFormat.BF16), "values are bf16"),
+        (replace(FULL, key_size=32, value_size=32, key_format=RowFormat.Q8_0), "keys are q8_0"),
+        (replace(FULL, value_format=RowFormat.FP8), "values are fp8"),
         (replace(FULL, value_size=5), "keys of 4 and values of 5"), (NYSTROM, "no record of this kind"),
     ],
 )  # fmt: skip
