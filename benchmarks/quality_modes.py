@@ -18,7 +18,7 @@ from warmkv.kvstore.integrations.hf_live import LiveCache, plan_of
 from warmkv.kvstore.live.evict import Mass, Policy, Recent
 from warmkv.kvstore.live.plan import NystromPlan, TurboQuantPlan, modes
 
-SUITES = ("formats", "turboquant", "eviction", "nystrom")
+SUITES = ("formats", "blocks", "turboquant", "eviction", "nystrom")
 #: The mode all others are compared with.
 BASELINE = "f32"
 
@@ -57,6 +57,11 @@ def suite(name: str, *, tokens: int = 0, chunk: int = 0) -> Suite:
     if name == "formats":
         tokens, chunk = tokens or 8192, chunk or 512
         return Suite(name, tokens, chunk, tuple(Mode(mode, _stored(mode), baseline=mode == BASELINE) for mode, _, _ in modes()))
+    if name == "blocks":
+        stored = (BASELINE, "f16", "q8", "fp8", *(mode for mode, _, _ in modes(blocked=True)[len(modes()) :]))
+        return Suite(
+            name, tokens or 2048, chunk or 512, tuple(Mode(mode, _stored(mode), baseline=mode == BASELINE) for mode in stored)
+        )
     if name == "turboquant":
         return Suite(name, tokens or 8192, chunk or 512, tuple(_rotations()))
     tokens, chunk = tokens or 2048, chunk or 64

@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-NAMES = ["first", "endurance", "index", "dedup", "serving", "memory", "attention", "turboquant", "shared_prefix", "cuda_rows"]
+NAMES = [
+    "first", "endurance", "index", "dedup", "serving", "memory", "attention", "turboquant", "shared_prefix", "cuda_rows",
+    "restore_device",
+]  # fmt: skip
 
 
 def main() -> int:

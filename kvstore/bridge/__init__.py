@@ -4,7 +4,8 @@
 `records_of` what a cache holds, for a save; `restore_into` fills a cache from what was restored, and
 `on_prefix` has it attend over the restored rows where they were mapped. A cache whose rows have gaps
 (`has_gaps`) is another identity's. `anchor_of` names the position a cache is at, with how far its rows were
-shifted; `blobs_of` and `prepare_blobs` are for files of the CERA runtime.
+shifted. `blobs_of` and `prepare_blobs` are for files of the CERA runtime. Caches on devices are filled and
+saved like others; those over ranks have a module of their own, `bridge.ranks`.
 """
 
 from __future__ import annotations

@@ -63,18 +63,23 @@ def prepare(
         frozen = cast(resident.Frozen, parts)
         return resident.prepare(layer, planes, (sides, heads), own, frozen, position=position, base=base, gapless=gapless)
     importance = _importance(found, rows, name) if layer.plan.importance else None
-    empty = layer.empty_planes()
-    keys: PlaneRows
-    values: PlaneRows
-    keys, values = empty
-    if sides != own and layer.plan.quantised:  # fields are fixed for both planes at once
-        _rewrite(heads, sides, empty)
-    else:
-        keys, values = (
-            _rewritten(part, side, mine) if side != wanted else _taken(part, mine, mapped=mapped, room=room)
-            for part, side, wanted, mine in zip(heads, sides, own, empty, strict=True)
-        )
+    keys, values = _made(layer.empty_planes(), heads, sides, own, mapped=mapped, room=room)
     return layer.prepare_adopt(keys, values, position=position, base=base, importance=importance, gapless=gapless)
+
+
+def _made(
+    empty: tuple[GrowingRows, GrowingRows], heads: Sequence[Heads], sides: resident.Sides, own: resident.Sides, *, mapped: bool,
+    room: int,
+) -> tuple[PlaneRows, PlaneRows]:  # fmt: skip
+    """Keys and values in host memory of rows stored as ``sides`` say, as ``own`` ones."""
+    if sides != own and any(side.format.quantised for side in own):  # fields are fixed for both planes at once
+        _rewrite(heads, sides, empty)
+        return empty
+    keys, values = (
+        _rewritten(part, side, mine) if side != wanted else _taken(part, mine, mapped=mapped, room=room)
+        for part, side, wanted, mine in zip(heads, sides, own, empty, strict=True)
+    )
+    return keys, values
 
 
 def _estimator(layer: AttentionLayer, stored: Side, own: Side) -> Estimator:

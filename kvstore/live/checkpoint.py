@@ -22,7 +22,7 @@ from warmkv.kvstore.live.layers.kept import Change, KeptStates, apply_all, trunc
 from warmkv.kvstore.live.layers.recurrent import RecurrentLayer
 from warmkv.kvstore.live.layers.resident_recurrent import ResidentRecurrentLayer
 from warmkv.kvstore.live.model import Layer, ModelCache
-from warmkv.schema.errors import CannotRewind, RecordError
+from warmkv.schema.errors import CannotRewind, DeviceFault, RecordError
 
 #: Layers whose state is written over and hence copied.
 Kept = Union[ConvLayer, RecurrentLayer, ResidentRecurrentLayer]
@@ -94,7 +94,7 @@ def can_rollback(cache: ModelCache, taken: Checkpoint, accepted: int) -> bool:
     """Whether `rollback` would go; changes nothing."""
     try:
         _check(cache, taken, accepted)
-    except (CannotRewind, RecordError):
+    except (CannotRewind, RecordError, DeviceFault):
         return False
     return True
 

@@ -17,11 +17,10 @@ import numpy as np
 from warmkv.kvstore.live.devices.base import Device
 from warmkv.kvstore.live.layers.base import where
 from warmkv.kvstore.live.plan import ModelPlan
+from warmkv.kvstore.live.rings import MAX_LENGTH
 from warmkv.schema.errors import RecordError, UnsupportedError
 from warmkv.schema.identity import LayerKind
 
-#: Lengths are mirrored as int32.
-MAX_CAPACITY = (1 << 31) - 1
 #: Kinds that can live on a device.
 RESIDENT = frozenset({LayerKind.FULL, LayerKind.SLIDING, LayerKind.RECURRENT, LayerKind.SHARED})
 
@@ -42,8 +41,8 @@ class Residence:
     def __post_init__(self) -> None:
         if not isinstance(self.devices, tuple) or not self.devices:
             raise RecordError(f"devices are {self.devices!r}, expected a tuple of at least one")
-        if not _whole(self.capacity) or not 1 <= self.capacity <= MAX_CAPACITY:
-            raise RecordError(f"room for {self.capacity!r} rows, expected 1 to {MAX_CAPACITY}")
+        if not _whole(self.capacity) or not 1 <= self.capacity <= MAX_LENGTH:
+            raise RecordError(f"room for {self.capacity!r} rows, expected 1 to {MAX_LENGTH}")
         if not isinstance(self.cuts, tuple) or len(self.cuts) != len(self.devices) - 1:
             raise RecordError(f"cuts {self.cuts!r} between {len(self.devices)} devices, expected {len(self.devices) - 1}")
         ascending = all(before < after for before, after in zip((0, *self.cuts), self.cuts, strict=False))

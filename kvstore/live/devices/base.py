@@ -99,6 +99,12 @@ def check_same_dtype(what: str, found: DeviceArray, expected: DeviceArray) -> No
         raise RecordError(f"{what}: {found.dtype} into an array of {expected.dtype}")
 
 
+def check_plain(what: str, array: DeviceArray) -> None:
+    """Raises RecordError for an array with gaps."""
+    if not array.flags.c_contiguous:
+        raise RecordError(f"{what}: an array of {array.shape} with gaps, expected a contiguous one")
+
+
 def check_block(out: DeviceArray, row: int, column: int, source: DeviceArray) -> None:
     """Raises RecordError unless ``source`` fits into ``out`` as `Device.copy_rows` copies it."""
     check_same_dtype("copy of rows", source, out)

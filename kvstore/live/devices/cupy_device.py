@@ -1,4 +1,4 @@
-"""A GPU's memory behind cupy, on one stream of its own.
+"""A GPU's memory behind cupy, on one stream.
 
 Of cupy only memory, streams and events are used, none of its compiled array functions: those need headers
 that come with a toolkit.
@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from warmkv.kernels.errors import KernelError
 from warmkv.kernels.resident.operations import RowOperations
-from warmkv.kvstore.live.devices.base import DeviceArray, HostArray, check_block, check_same_dtype, check_span
+from warmkv.kvstore.live.devices.base import DeviceArray, HostArray, check_block, check_plain, check_same_dtype, check_span
 from warmkv.kvstore.live.devices.moves import moves
 from warmkv.kvstore.live.devices.pinned import Pinned
+from warmkv.kvstore.live.devices.streams import Order, gpu_of, taken
 from warmkv.schema.errors import DeviceFault, DeviceMissing, OutOfMemory, RecordError
 
 #: Bytes of each half of the buffer that uploads go through.
@@ -31,29 +33,35 @@ COUNTER_BYTES = 4 << 10
 
 
 class CupyDevice:
-    """GPU number ``index``. Memory comes from a pool of this device's own; work goes to ``stream``, which
-    waits for no other one.
+    """GPU number ``index``. Memory comes from a pool of this device's own; work goes to ``stream``: None is one
+    of its own, which waits for no other, else whatever has ``__cuda_stream__``, as cupy's streams and torch's do.
+
+    Arrays that others write or read are theirs to order: on the same stream, or by `wait_for` and `let_wait`.
+    Memory that nobody refers to any more is handed out anew to work on this stream; who still reads it on
+    another keeps the array until then.
 
     ``operations`` compute (None: `CudaOperations` on the stream). What runs later than it was asked for may
     fail later, and raises DeviceFault from whatever call notices.
 
     **Threading:** one caller at a time."""
 
-    def __init__(self, index: int = 0, *, operations: RowOperations | None = None) -> None:
-        """Raises DeviceMissing that says what is missing, OutOfMemory."""
+    def __init__(self, index: int = 0, *, operations: RowOperations | None = None, stream: Any = None) -> None:
+        """Raises DeviceMissing that says what is missing, RecordError for what is no stream of this GPU,
+        OutOfMemory."""
         cupy = self._cupy = _cupy(index)
         self.index = index
         self.name = f"cuda:{index}"
         self.allocations = 0
         self._held: dict[int, int] = {}
         with self._asked(ASIDE_BYTES, "a stream and its buffers"), cupy.cuda.Device(index):
-            self.stream = cupy.cuda.Stream(non_blocking=True)
+            self.stream = cupy.cuda.Stream(non_blocking=True) if stream is None else taken(cupy, stream, index)
             self._pool = cupy.cuda.MemoryPool()
             self._staging = Pinned(cupy, self.stream, STAGE_BYTES)
             self._counters = Pinned(cupy, self.stream, COUNTER_BYTES)
             with self.stream:
                 self._aside = self._pool.malloc(ASIDE_BYTES)
-        self.operations: RowOperations = operations or self._cuda()
+            self._order = Order(cupy)
+            self.operations: RowOperations = operations or self._cuda()
 
     @property
     def allocated_bytes(self) -> int:
@@ -83,20 +91,22 @@ class CupyDevice:
     def upload(self, host: HostArray, out: DeviceArray, offset: int = 0) -> None:
         check_same_dtype("upload", host, out)
         check_span("upload", offset, host.size, out)
-        _check_plain("upload", out)
+        check_plain("upload", out)
         raw = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
         target = out.data + offset * out.itemsize
-        with self._working("upload"):
+        with self._working("upload", waits=True):
             for at in range(0, raw.size, STAGE_BYTES):
                 self._put(self._staging, raw[at : at + STAGE_BYTES], target + at)
 
     def download(self, array: DeviceArray, out: HostArray | None = None) -> HostArray:
-        _check_plain("download", array)
-        if out is not None:
-            check_same_dtype("download", array, out)
-        with self._working("download"):
-            found: HostArray = array.get(stream=self.stream, out=out)
-        return found
+        check_plain("download", array)
+        # Told where to, cupy never hands out the device's memory itself, as it may where hosts can read that.
+        out = np.empty(array.shape, array.dtype) if out is None else out
+        check_same_dtype("download", array, out)
+        check_plain("download to", out)
+        with self._working("download", waits=True):
+            array.get(stream=self.stream, out=out)
+        return out
 
     def copy(self, array: DeviceArray) -> DeviceArray:
         copied = self.alloc(array.shape, array.dtype)
@@ -107,8 +117,8 @@ class CupyDevice:
         check_same_dtype("copy", source, out)
         check_span("copy to", offset, count, out)
         check_span("copy from", start, count, source)
-        _check_plain("copy to", out)
-        _check_plain("copy from", source)
+        check_plain("copy to", out)
+        check_plain("copy from", source)
         size = out.itemsize
         gap = (out.data.ptr + offset * size) - (source.data.ptr + start * size)
         with self._working("copy"):
@@ -125,8 +135,8 @@ class CupyDevice:
 
     def copy_rows(self, out: DeviceArray, row: int, column: int, source: DeviceArray) -> None:
         check_block(out, row, column, source)
-        _check_plain("copy to", out)
-        _check_plain("copy from", source)
+        check_plain("copy to", out)
+        check_plain("copy from", source)
         runtime, (count, width) = self._cupy.cuda.runtime, source.shape
         if source.size:
             to = out.data.ptr + (row * out.shape[1] + column) * out.itemsize
@@ -137,15 +147,35 @@ class CupyDevice:
                 )
 
     def set_one(self, counter: DeviceArray, value: int) -> None:
-        with self._working("setting a counter"):
+        with self._working("setting a counter", waits=True):
             self._put(self._counters, np.array([value], np.int32).view(np.uint8), counter.data)
 
     def owns(self, array: object) -> bool:
         return isinstance(array, self._cupy.ndarray) and bool(array.device.id == self.index)
 
     def synchronize(self) -> None:
-        with self._working("waiting"):
+        with self._working("waiting", waits=True):
             self.stream.synchronize()
+
+    def wait_for(self, other: Any) -> None:
+        """What is asked of this device from now on begins once all that is on ``other`` by now is done: a stream,
+        as for ``stream``, or a device like this one, of any GPU. Nobody waits here. Raises RecordError."""
+        stream, gpu = self._stream_of(other)
+        with self._working("waiting for a stream"):
+            self._order.after(self.stream, taken(self._cupy, stream, gpu), gpu)
+
+    def let_wait(self, other: Any) -> None:
+        """The other way round: what is enqueued on ``other`` from now on begins once all that was asked of this
+        device by now is done."""
+        stream, gpu = self._stream_of(other)
+        with self._working("letting a stream wait"):
+            self._order.after(taken(self._cupy, stream, gpu), self.stream, self.index)
+
+    def _stream_of(self, other: Any) -> tuple[Any, int]:
+        """A stream, or that of a device, and the number of its GPU."""
+        if isinstance(other, CupyDevice):
+            return other.stream, other.index
+        return other, gpu_of(other, self.index)
 
     def _put(self, pinned: Pinned, raw: npt.NDArray[np.uint8], target: Any) -> None:
         """Copy ``raw`` aside, and from there to the device."""
@@ -161,7 +191,14 @@ class CupyDevice:
         from warmkv.kernels.cuda.cupy_launch import CupyLauncher
         from warmkv.kernels.resident.cuda import CudaOperations
 
-        return CudaOperations(CupyLauncher(self.stream))
+        try:
+            self._cupy.cuda.nvrtc.getVersion()
+        except Exception as exc:  # as with cupy itself
+            raise DeviceMissing(f"{self.name} needs NVRTC, which cannot be loaded ({exc}): pip install 'warmkv[cuda]'") from exc
+        try:
+            return CudaOperations(CupyLauncher(self.stream, self.index))
+        except KernelError as exc:
+            raise DeviceFault(f"{self.name}: {exc}") from exc
 
     @contextmanager
     def _asked(self, wanted: int, what: str) -> Iterator[None]:
@@ -173,11 +210,14 @@ class CupyDevice:
                 raise OutOfMemory(f"{self.name}: {wanted} bytes for {what} could not be had: {exc}", wanted) from exc
 
     @contextmanager
-    def _working(self, what: str) -> Iterator[None]:
-        """Turn errors of CUDA into DeviceFault, on this GPU."""
+    def _working(self, what: str, *, waits: bool = False) -> Iterator[None]:
+        """Turn errors of CUDA into DeviceFault, on this GPU. What ``waits`` for the device, or for memory of the
+        host, has no place in a launch that is captured: that is refused before it spoils what was captured."""
         cuda = self._cupy.cuda
         try:
             with cuda.Device(self.index):
+                if waits and self.stream.is_capturing():
+                    raise RecordError(f"{self.name}: {what} while the stream is captured, which only launches and copies can be")
                 yield
         except (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as exc:
             raise DeviceFault(f"{self.name}: {what}: {exc}") from exc
@@ -197,9 +237,3 @@ def _cupy(index: int) -> Any:
     if not 0 <= index < count:
         raise DeviceMissing(f"{name}: this machine has {count} GPUs, numbered from 0")
     return cupy
-
-
-def _check_plain(what: str, array: DeviceArray) -> None:
-    """Raises RecordError for an array with gaps."""
-    if not array.flags.c_contiguous:
-        raise RecordError(f"{what}: an array of {array.shape} with gaps, expected a contiguous one")

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from warmkv.kernels.resident.operations import RowOperations
-from warmkv.kvstore.live.devices.base import HostArray, check_block, check_same_dtype, check_span
+from warmkv.kvstore.live.devices.base import HostArray, check_block, check_plain, check_same_dtype, check_span
 from warmkv.kvstore.live.rows.allocation import allocate
 from warmkv.schema.errors import OutOfMemory
 
@@ -68,6 +68,7 @@ class HostDevice:
     def upload(self, host: HostArray, out: HostArray, offset: int = 0) -> None:
         check_same_dtype("upload", host, out)
         check_span("upload", offset, host.size, out)
+        check_plain("upload", out)
         out.reshape(-1)[offset : offset + host.size].reshape(host.shape)[...] = host
 
     def download(self, array: HostArray, out: HostArray | None = None) -> HostArray:
@@ -86,6 +87,8 @@ class HostDevice:
         check_same_dtype("copy", source, out)
         check_span("copy to", offset, count, out)
         check_span("copy from", start, count, source)
+        check_plain("copy to", out)
+        check_plain("copy from", source)
         # numpy copies overlapping rows aside first, which takes memory.
         size = out.itemsize
         ctypes.memmove(out.ctypes.data + offset * size, source.ctypes.data + start * size, count * size)

@@ -127,8 +127,8 @@ class AttentionLayer:
         with is added to `importance`. Raises RecordError where the window reaches rows that were given up."""
         q = self._computing.queries(q, (self.plan.heads, self.plan.key_size), f"{self._name}: queries")
         last = self.rows if upto is None else upto
-        if not 0 <= last <= self.rows:
-            raise RecordError(f"{self._name}: attention up to row {last}, {self.rows} rows are stored")
+        if not isinstance(last, (int, np.integer)) or not 0 <= last <= self.rows:
+            raise RecordError(f"{self._name}: attention up to row {last!r}, {self.rows} rows are stored")
         first = self._first(last)
         if not last:
             return self._computing.nothing(self.plan.heads, self.plan.value_size)
@@ -152,13 +152,14 @@ class AttentionLayer:
         q = checks.floats(q, (plan.key_size,), f"{self._name}: query")
         if not 0 <= head < plan.heads:
             raise RecordError(f"{self._name}: query head {head}, expected 0 to {plan.heads - 1}")
+        first = self._first(self.rows)
         probabilities = np.zeros(self.rows, np.float32)
         if not self.rows or head // plan.group not in plan.alive_heads:
             return np.zeros(plan.value_size, np.float32), probabilities
         plane_head = plan.alive_heads.index(head // plan.group)
         done = self.kernels.attend(
             np.ascontiguousarray(q[None]), self.keys.blocks(plane_head), self.values.blocks(plane_head), scale=plan.logit_scale,
-            first=self._first(self.rows), softcap=plan.softcap, importance=probabilities,
+            first=first, softcap=plan.softcap, importance=probabilities,
             sinks=None if self._sinks is None else self._sinks[head : head + 1],
         )  # fmt: skip
         return done.out[0], probabilities

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 
+from warmkv.kernels.errors import KernelError
 from warmkv.kernels.formats import F32
+from warmkv.kernels.resident.checks import require_wide
 from warmkv.kvstore.live.devices.base import DeviceArray
 from warmkv.kvstore.live.devices.workspace import Workspace
 from warmkv.kvstore.live.layers import checks
@@ -49,25 +53,20 @@ class DeviceComputing:
         plan, planes = self._plan, self._planes
         out = self._workspace.answers(plan.heads, plan.value_size)
         q = self._workspace.brought(q, "queries")
-        shorter = last < len(planes)
-        try:
-            if shorter:
-                # What is seen ends where the counter says, and all of this happens in order.
-                self._device.set_one(planes.counters.length, planes.length_at(last))
-            with faults(planes.keys.name):
-                self._device.operations.attend(
-                    q, planes.keys.plane, planes.values.plane, planes.counters, out=out, scratch=self._workspace.scratch,
-                    scale=plan.logit_scale, window=plan.window, softcap=plan.softcap, sinks=self._sinks,
-                )  # fmt: skip
-        finally:
-            if shorter:
-                planes.tell()
+        planes.settle()
+        # What is seen ends where the counter says, and all of this happens in order.
+        with planes.seen_to(last) if last < len(planes) else nullcontext(), faults(planes.keys.name):
+            self._device.operations.attend(
+                q, planes.keys.plane, planes.values.plane, planes.counters, out=out, scratch=self._workspace.scratch,
+                scale=plan.logit_scale, window=plan.window, softcap=plan.softcap, sinks=self._sinks,
+            )  # fmt: skip
         return out
 
     def chunk(self, q: DeviceArray, keys: PlaneRows, values: PlaneRows, mass: F32 | None) -> DeviceArray:
         plan, planes = self._plan, self._planes
         out = self._workspace.answers(len(q), plan.heads, plan.value_size)
         q = self._workspace.brought(q, "queries")
+        planes.settle()
         with faults(planes.keys.name):
             self._device.operations.attend_chunk(
                 q, planes.keys.plane, planes.values.plane, planes.counters, out=out, scratch=self._workspace.scratch,
@@ -78,7 +77,7 @@ class DeviceComputing:
 
 def given(workspace: Workspace, array: F32 | DeviceArray, shape: tuple[int | None, ...], what: str) -> DeviceArray:
     """``array`` where it is float32 of ``shape`` (None: any length), of the host, or of the workspace's device
-    and then without gaps. Raises RecordError."""
+    and then without gaps, from an address on that its kernels can read. Raises RecordError."""
     if isinstance(array, np.ndarray):
         return checks.floats(array, shape, what)
     if not workspace.device.owns(array):
@@ -88,4 +87,8 @@ def given(workspace: Workspace, array: F32 | DeviceArray, shape: tuple[int | Non
     if array.dtype != np.float32 or not fits or not array.flags.c_contiguous:
         expected = ", ".join("n" if size is None else str(size) for size in shape)
         raise RecordError(f"{what}: {array.dtype} of shape {array.shape}, expected contiguous float32 ({expected})")
+    try:
+        require_wide(array, array.shape[-1], what)
+    except KernelError as exc:
+        raise RecordError(str(exc)) from exc
     return array

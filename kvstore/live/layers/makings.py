@@ -46,22 +46,24 @@ class Makings:
     def rows_of(self, k: F32, v: F32, rows: int, position: int) -> tuple[F32, F32]:
         """The alive KV heads of rows (n, kv_heads, size), of which the first will be row ``rows`` at
         ``position``. Raises RecordError."""
+        keys = self.side_of(k, rows, position, keys=True)
+        values = self.side_of(v, rows, position, keys=False)
+        checks.same_length(self.name, keys, values)
+        return keys, values
+
+    def side_of(self, given: F32, rows: int, position: int, *, keys: bool) -> F32:
+        """`rows_of`, keys or values alone."""
         plan, alive = self.plan, self.plan.alive_heads
-        parts = []
-        for name, given, format_, size in (
-            ("keys", k, plan.key_format, plan.key_size),
-            ("values", v, plan.value_format, plan.value_size),
-        ):
-            part = checks.floats(given, (None, plan.kv_heads, size), f"{self.name}: {name}")
-            if len(alive) < plan.kv_heads:
-                part = part[:, alive]
-            if format_.finite_only:
-                checks.finite(part, f"{self.name}: {name}", alive, rows, position)
-            if format_.rotated:
-                checks.lengths(part, f"{self.name}: {name}", alive, rows, position)
-            parts.append(part)
-        checks.same_length(self.name, *parts)
-        return parts[0], parts[1]
+        format_, size = (plan.key_format, plan.key_size) if keys else (plan.value_format, plan.value_size)
+        name = f"{self.name}: {'keys' if keys else 'values'}"
+        part = checks.floats(given, (None, plan.kv_heads, size), name)
+        if len(alive) < plan.kv_heads:
+            part = part[:, alive]
+        if format_.finite_only:
+            checks.finite(part, name, alive, rows, position)
+        if format_.rotated:
+            checks.lengths(part, name, alive, rows, position)
+        return part
 
     def planes_of(self, keys: F32 | PlaneRows, values: F32 | PlaneRows) -> tuple[PlaneRows, PlaneRows]:
         """Planes that fit the plan, or such made of rows (n, alive heads, size). Raises RecordError,

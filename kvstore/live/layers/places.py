@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from warmkv.kvstore.live.layers.base import check_count
 from warmkv.kvstore.live.rows.encoded import Indices
 from warmkv.kvstore.live.rows.planes import run_at_end
@@ -61,13 +63,16 @@ class Places:
         """Rows in front that no query sees any more, once more than two windows are stored: rows are kept
         from a multiple of ``align``, ``slack`` rows and the window before the next position, or before
         ``anchor`` where that comes first."""
-        if slack < 0 or align < 1 or (anchor is not None and anchor < 0):
-            raise RecordError(f"{self.name}: slack {slack}, align {align}, anchor {anchor}; expected at least 0, 1 and 0")
+        whole = all(isinstance(count, (int, np.integer)) for count in (slack, align, 0 if anchor is None else anchor))
+        if not whole or slack < 0 or align < 1 or (anchor is not None and anchor < 0):
+            raise RecordError(
+                f"{self.name}: slack {slack!r}, align {align!r}, anchor {anchor!r}; expected whole numbers of at least 0, 1 and 0"
+            )
         if not self.window or not self.gapless or self.rows <= 2 * self.window:
             return 0
         end = self.position if anchor is None else min(self.position, anchor)
         base = max(0, end - self.window - slack) // align * align
-        return max(0, base - self.base)
+        return int(max(0, base - self.base))
 
     def trim(self, count: int) -> None:
         self.rows -= count

@@ -9,12 +9,13 @@ makes the module long.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 
 from warmkv.kernels.dispatch import Kernels
-from warmkv.kernels.formats import F32
+from warmkv.kernels.formats import F32, WARMUP_ROWS
 from warmkv.kernels.resident.plane import Counters
 from warmkv.kvstore.live.devices.base import Device, DeviceArray
 from warmkv.kvstore.live.devices.workspace import Workspace
@@ -25,13 +26,13 @@ from warmkv.kvstore.live.layers.device_computing import DeviceComputing, given
 from warmkv.kvstore.live.layers.places import Places
 from warmkv.kvstore.live.memory import LayerMemory
 from warmkv.kvstore.live.plan import LayerPlan
-from warmkv.kvstore.live.rings import AppendPlan, Rebase, Ring, retain_from, view_start
+from warmkv.kvstore.live.rings import AppendPlan, Rebase, Ring, check_count, retain_from, view_start
 from warmkv.kvstore.live.rows.base import PlaneRows
 from warmkv.kvstore.live.rows.device import DeviceRows
 from warmkv.kvstore.live.rows.device_planes import DevicePlanes, check_storable
 from warmkv.kvstore.live.rows.laid import laid
 from warmkv.kvstore.live.rows.written import Part
-from warmkv.schema.errors import CannotRewind, CapacityExceeded, RecordError, UnsupportedError
+from warmkv.schema.errors import CannotRewind, CapacityExceeded, DeviceFault, RecordError, UnsupportedError
 from warmkv.schema.identity import LayerKind
 
 Fields = tuple[F32 | None, F32 | None]
@@ -108,29 +109,36 @@ class ResidentLayer(AttentionLayer):
 
     def append(self, k: F32 | DeviceArray, v: F32 | DeviceArray) -> None:
         """Store rows of the next positions. On a ring this may give up rows no query sees; no more than fit
-        beside a window can be appended at once."""
+        beside a window can be appended at once. Raises DeviceFault, with the same rows as before, but for those of a
+        ring that no query sees."""
         self.check_append(k, v)
         count = len(k)
         plan = None
         if self.ring is not None:
             plan = self._append_plan(self.ring, count)
+        if isinstance(plan, Rebase):
+            self._check_fixed(f"{count} rows more")
         for plane in (self.keys, self.values):
             plane.reserve(count if plan is None else 0)
         rows = self.workspace.brought(k, "keys"), self.workspace.brought(v, "values")
         if isinstance(plan, Rebase):
             self.rebase(plan.new_base)
+        self._planes.settle()
         self._store(*rows)
 
     def rebase(self, new_base: int) -> None:
         """Give up a ring's rows before position ``new_base``, which moves to row 0. Raises RecordError without a
         ring or for a position that is not stored, CannotRewind for one whose row is gone. After a DeviceFault it is
         to be asked for again, with the same position, before anything else."""
+        check_count("base", new_base)
         if self.ring is None or new_base > self.position:
             raise RecordError(f"{self._name}: a base of {new_base} at position {self.position} of {self.ring}")
         if new_base == self.ring.base:
+            self._planes.settle()
             return
         if new_base < self.base:
             raise CannotRewind(f"{self._name}: a base of {new_base}, held are rows from {self.base} on")
+        self._check_fixed(f"a base of {new_base}")
         gone = new_base - self.base
         self._planes.keep_newest(self.rows - gone, new_base)
         self.ring = self.ring.rebased(new_base)
@@ -140,6 +148,7 @@ class ResidentLayer(AttentionLayer):
 
     def check_truncate(self, count: int) -> None:
         """As `LayerState.check_truncate`; a ring goes back as far as a whole aligned window is still there."""
+        self._planes.require_whole()
         super().check_truncate(count)
         back = self.position - count
         if count and self.ring is not None and not self.ring.can_rewind_to(back):
@@ -147,6 +156,17 @@ class ResidentLayer(AttentionLayer):
                 f"{self._name}: {count} positions to forget; a read at {back} starts at {view_start(back, self.plan.window)}, "
                 f"the ring holds rows from {self.ring.base} on"
             )
+
+    def truncate_last(self, count: int) -> None:
+        """As `AttentionLayer.truncate_last`. Raises DeviceFault, and nothing was forgotten then."""
+        before = self.position
+        try:
+            super().truncate_last(count)
+        except DeviceFault:
+            if self.position < before:
+                with suppress(DeviceFault):
+                    self.untruncate_last(before - self.position)
+            raise
 
     def untruncate_last(self, count: int) -> None:
         """Take back a `truncate_last` of ``count`` positions just made: nothing was stored since, so that the rows
@@ -166,7 +186,7 @@ class ResidentLayer(AttentionLayer):
         planes = self._makings.planes_of(keys, values)
         self._makings.mass_of(importance, len(planes[0]))
         checks.adopted_places(self._name, len(planes[0]), position, base, gapless, self.plan.window)
-        start = self._start(position, base)
+        start = self._start(position, base, all(plane.field is None for plane in planes))
         parts = [laid(plane, start - base) for plane in planes]
         fields = (planes[0].field, planes[1].field)
         return self.prepare_restore(parts[0], parts[1], position=position, base=start, fields=fields, gapless=gapless)
@@ -189,7 +209,7 @@ class ResidentLayer(AttentionLayer):
         checks.same_length(self._name, range(count), range(sum(map(len, values))))
         checks.adopted_places(self._name, count, position, base, gapless, self.plan.window)
         self._check_fields(fields)
-        start = self._start(position, base)
+        start = self._start(position, base, all(field is None for field in fields))
         ring = None if self.ring is None else self.ring.hydrated(position, start)
         origin, padding = (start, 0) if ring is None else (ring.base, ring.padding)
         rows = count - (start - base)
@@ -215,7 +235,7 @@ class ResidentLayer(AttentionLayer):
         if rows < self.capacity:
             raise RecordError(f"{self._name}: growth to {rows} rows, it has {self.capacity}")
         _check_workspace(self.plan, self._name, workspace or self.workspace, self.device, rows)
-        start = self._start(self.position, self.base)
+        start = self._start(self.position, self.base, self._planes.open)
         ring = None if self.ring is None else replace(self.ring, rows=rows).hydrated(self.position, start)
         origin, padding = (0, 0) if ring is None else (ring.base, ring.padding)
         widen = self._planes.prepare_widen(rows, start - self.base if ring else 0, padding, origin)
@@ -232,6 +252,7 @@ class ResidentLayer(AttentionLayer):
                 self._planes.counters = Counters(self._held[0], self.counters.base if ring else workspace.zero)
                 self.workspace = workspace
                 self._resident.move_to(workspace)
+            self._planes.tell()
 
         return install
 
@@ -245,7 +266,7 @@ class ResidentLayer(AttentionLayer):
         origin = first = padding = 0
         ring = self.ring
         if ring is not None:
-            first = max(start, source.base) - source.base
+            first = 0 if source._planes.open else max(start, source.base) - source.base
             ring = ring.hydrated(source.position, source.base + first)
             origin, padding = ring.base, ring.padding
         self._planes.take_over(source._planes, first, padding, origin)
@@ -261,13 +282,16 @@ class ResidentLayer(AttentionLayer):
 
     def release(self) -> None:
         """`clear`, and give the memory of rows back. The next append takes it again, elsewhere."""
-        super().release()
         self._restart_ring()
+        self._forget()
+        self._planes.release()
 
     def free(self) -> None:
         """Take all that this layer has off the device's books; it is not to be used any more."""
         for plane in self._rows:
             plane.release()
+        if self._sinks is not None:
+            self.sinks = None
         while self._held:
             self.device.free(self._held.pop())
 
@@ -282,19 +306,29 @@ class ResidentLayer(AttentionLayer):
         except CapacityExceeded:
             return ring.append_plan(length, max(view_start(length, window), ring.base), count)
 
-    def _start(self, position: int, base: int) -> int:
-        """The first of the positions from ``base`` on that is taken."""
-        return base if self.ring is None else max(base, view_start(position, self.plan.window))
+    def _start(self, position: int, base: int, unfixed: bool) -> int:
+        """The first of the positions from ``base`` on that is taken: all of them while a field, ``unfixed``, is still to
+        be fixed from them."""
+        if self.ring is None or (unfixed and self.plan.quantised):
+            return base
+        return max(base, view_start(position, self.plan.window))
+
+    def _check_fixed(self, what: str) -> None:
+        """Raises CapacityExceeded where rows would be given up from which a field is to be fixed."""
+        if self._planes.open:
+            raise CapacityExceeded(
+                f"{self._name}: {what} behind {self.rows} would take {self.ring} to give up rows, of which the first "
+                f"{WARMUP_ROWS} fix a field; append these first"
+            )
 
     def check_append(self, k: F32 | DeviceArray, v: F32 | DeviceArray) -> None:
         """Raise what `append` would of the arrays themselves, changing nothing: so many layers can be asked before
         one is touched."""
-        if isinstance(k, np.ndarray) and isinstance(v, np.ndarray):
-            for rows, plane in zip(self._makings.rows_of(k, v, self.rows, self.position), (self.keys, self.values), strict=True):
-                check_storable(plane, rows)
-            return
-        given(self.workspace, k, (None, self.plan.kv_heads, self.plan.key_size), f"{self._name}: keys")
-        given(self.workspace, v, (None, self.plan.kv_heads, self.plan.value_size), f"{self._name}: values")
+        for rows, plane, size in ((k, self.keys, self.plan.key_size), (v, self.values, self.plan.value_size)):
+            if isinstance(rows, np.ndarray):
+                check_storable(plane, self._makings.side_of(rows, self.rows, self.position, keys=plane.keys))
+            else:
+                given(self.workspace, rows, (None, self.plan.kv_heads, size), plane.name)
         checks.same_length(self._name, k, v)
 
     def _check_fields(self, fields: Fields) -> None:

@@ -9,8 +9,8 @@ addresses that are gone. The convolution is rolled where it lies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from warmkv.kvstore.live.layers.kept import Change, KeptStates
 from warmkv.kvstore.live.layers.recurrent import RecurrentState, check_recurrent, check_states, check_stays, conv_shape
 from warmkv.kvstore.live.memory import LayerMemory
 from warmkv.kvstore.live.plan import LayerPlan
-from warmkv.schema.errors import RecordError
+from warmkv.schema.errors import DeviceFault, RecordError
 
 _F32 = np.dtype(np.float32)
 
@@ -34,6 +34,9 @@ class ResidentRecurrentLayer:
     Who computes a step reads `state`, writes all of `spare`, rolls `conv` where it lies, all enqueued on the
     device, and calls `step`. Memory is taken here and never again by a step; addresses never change.
 
+    Where a device failed while what is held was written over, it is neither gone on with nor handed out until it
+    was replaced, cleared or taken back to a copy: DeviceFault says so.
+
     **Threading:** one caller at a time."""
 
     def __init__(self, plan: LayerPlan, *, index: int = 0, device: Device) -> None:
@@ -42,6 +45,7 @@ class ResidentRecurrentLayer:
         self.plan, self.index, self.device = plan, index, device
         self.position = 0
         self.generation = next_generation()
+        self._whole = True
         with ExitStack() as undo:
             made = []
             shapes: list[tuple[int, ...]] = [(plan.state_size,)] * STATE_BUFFERS
@@ -76,6 +80,7 @@ class ResidentRecurrentLayer:
     def step(self, count: int = 1) -> None:
         """`spare` holds the state after ``count`` more positions, and `conv` its inputs: swap. Raises RecordError,
         nothing changed."""
+        self._require_whole()
         if not isinstance(count, (int, np.integer)) or count < 0:
             raise RecordError(f"{where(self.plan, self.index)}: {count!r} positions, expected at least 0")
         self._swap()
@@ -85,13 +90,16 @@ class ResidentRecurrentLayer:
         """A step from host memory, for who computes there: arrays as `RecurrentLayer.update` takes them. Raises
         RecordError, nothing changed, and DeviceFault."""
         check_states(self.plan, self.index, state, conv, count)
+        self._require_whole()
         self._upload(state, self.spare)
         if conv is not None:
-            self._upload(conv, self._conv)
+            with self._changing():
+                self._upload(conv, self._conv)
         self.step(count)
 
     def taken(self) -> RecurrentState:
         """Host copies of state and convolution; waits for the device."""
+        self._require_whole()
         conv = None if self._conv is None else np.array(self.device.download(self._conv), np.float32)
         return RecurrentState(np.array(self.device.download(self.state), np.float32), conv)
 
@@ -114,9 +122,10 @@ class ResidentRecurrentLayer:
             free = undo.pop_all()
 
         def install() -> None:
-            self._copy(self.spare, came[0])
-            if self._conv is not None:
-                self._copy(self._conv, came[1])
+            with self._changing():
+                self._copy(self.spare, came[0])
+                if self._conv is not None:
+                    self._copy(self._conv, came[1])
             self._swap()
             self.position = int(position)
             self.generation = next_generation()
@@ -127,6 +136,7 @@ class ResidentRecurrentLayer:
     def set_aside(self) -> KeptStates:
         """Copies on the device to go back to, with room for what a return puts them over. Raises OutOfMemory,
         nothing left allocated."""
+        self._require_whole()
         with ExitStack() as undo:
             made = []
             for array in [self.state] if self._conv is None else [self.state, self._conv, self._conv]:
@@ -137,6 +147,7 @@ class ResidentRecurrentLayer:
 
     def set_aside_into(self, kept: KeptStates) -> None:
         """`set_aside` over earlier copies of this layer's, without asking for memory."""
+        self._require_whole()
         self._copy(kept.state, self.state)
         if self._conv is not None:
             self._copy(kept.conv, self._conv)
@@ -148,20 +159,23 @@ class ResidentRecurrentLayer:
         self._copy(self.spare, kept.state)
         if self._conv is not None:
             self._copy(kept.undo, self._conv)
-        position, state = self.position, self.state
+        position, state, whole = self.position, self.state, self._whole
 
         def apply() -> None:
             if self._conv is not None:
-                self._copy(self._conv, kept.conv)
+                with self._changing():
+                    self._copy(self._conv, kept.conv)
             self._swap()
-            self.position = kept.position
+            self.position, self._whole = kept.position, True
 
         def undo() -> None:
             if self.state is not state:
                 self._swap()
             self.position = position
             if self._conv is not None:
-                self._copy(self._conv, kept.undo)
+                with self._changing():
+                    self._copy(self._conv, kept.undo)
+            self._whole = whole
 
         return Change(apply, undo)
 
@@ -177,9 +191,11 @@ class ResidentRecurrentLayer:
         another plan or device, DeviceFault."""
         if source.plan != self.plan or source.device is not self.device:
             raise RecordError(f"{where(self.plan, self.index)}: a state of {source.device.name}, expected this plan and device")
-        self._copy(self.state, source.state)
-        if self._conv is not None:
-            self._copy(self._conv, source.conv)
+        source._require_whole()
+        with self._changing():
+            self._copy(self.state, source.state)
+            if self._conv is not None:
+                self._copy(self._conv, source.conv)
         self.position = source.position
         self.generation = next_generation()
 
@@ -187,8 +203,9 @@ class ResidentRecurrentLayer:
         """Zeros at position 0."""
         self.position = 0
         self.generation = next_generation()
-        for array in self._arrays():
-            self._upload(np.zeros(array.shape, _F32), array)
+        with self._changing():
+            for array in self._arrays():
+                self._upload(np.zeros(array.shape, _F32), array)
 
     def free(self) -> None:
         """Take the memory off the device's books; the layer is not to be used any more."""
@@ -207,6 +224,19 @@ class ResidentRecurrentLayer:
 
     def _arrays(self) -> list[DeviceArray]:
         return self._states if self._conv is None else [*self._states, self._conv]
+
+    def _require_whole(self) -> None:
+        if not self._whole:
+            raise DeviceFault(
+                f"{where(self.plan, self.index)}: {self.device.name} failed while its state was written over; clear or restore it"
+            )
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Around what writes over what is held."""
+        self._whole = False
+        yield
+        self._whole = True
 
     def _swap(self) -> None:
         self._states.reverse()

@@ -19,7 +19,7 @@ from warmkv.kvstore.live.devices.base import Device, DeviceArray
 from warmkv.kvstore.live.rows.encoded import Encoded, Indices
 from warmkv.kvstore.live.rows.growing import GrowingRows, readonly
 from warmkv.kvstore.live.rows.written import Part, packed_of, pieces_of
-from warmkv.schema.errors import CapacityExceeded, RecordError
+from warmkv.schema.errors import CapacityExceeded, DeviceFault, RecordError
 
 _U8 = np.dtype(np.uint8)
 
@@ -46,6 +46,8 @@ class DeviceRows:
         self.capacity, self.device = capacity, device
         self._host = like
         self._count = self.padding = 0
+        #: Whether rows are what they are said to be; not where a device failed while they were moved.
+        self.whole = True
         self._downloaded: Packed | None = None
         self._plane: ResidentPlane | None = None
         self._room_for_field: DeviceArray | None = None
@@ -115,6 +117,7 @@ class DeviceRows:
     def packed(self, first: int = 0, last: int | None = None) -> Packed:
         """A host copy of the record bytes of rows [first, last), all from ``first`` on where that is None: rows
         of `packed_shape`. Raises RecordError for rows that are not stored."""
+        self.require_whole()
         last = self._count if last is None else last
         if not 0 <= first <= last <= self._count:
             raise RecordError(f"{self.name}: rows [{first}, {last}) of {self._count}")
@@ -139,9 +142,14 @@ class DeviceRows:
         count, first = (padding + rows) * self.row_bytes, (self.padding + self._count) * self.row_bytes
         apart = first + count > self.capacity * self.row_bytes
         target = self.device.alloc((count,), _U8) if apart else self.plane.data
-        zeros = np.zeros(padding * self.row_bytes, _U8)
-        self._put([zeros, *parts], target, 0 if apart else first)
-        waiting = None if field is None else self._uploaded(field)
+        before = [np.zeros(padding * self.row_bytes, _U8)] if padding else []
+        try:
+            self._put([*before, *parts], target, 0 if apart else first)
+            waiting = None if field is None else self._uploaded(field)
+        except BaseException:
+            if apart:
+                self.device.free(target)
+            raise
 
         def load() -> None:
             if apart or first:
@@ -233,8 +241,22 @@ class DeviceRows:
 
         return apply
 
+    def reopen(self, packed: Packed) -> None:
+        """Take back a freeze: these are the rows again, and no field is fixed. Raises DeviceFault."""
+        self._become(self._host.like(), None)
+        self._put([packed], self.plane.data, self.padding * self.row_bytes)
+        self._count = len(packed)
+
+    def require_whole(self) -> None:
+        """Raises DeviceFault unless rows are `whole`."""
+        if not self.whole:
+            raise DeviceFault(
+                f"{self.name}: {self.device.name} failed while rows were moved; clear or restore the layer, or move them again"
+            )
+
     def clear(self) -> None:
         self._changed()
+        self.whole = True
         self._count = self.padding = 0
         self._become(self._host.like(), None)
 
@@ -256,6 +278,7 @@ class DeviceRows:
 
     def _stored(self) -> Packed:
         """The record bytes of all rows, to be read."""
+        self.require_whole()
         if self._count and isinstance(self.plane.data, np.ndarray):
             return self._shaped(self._span(0, self._count))
         if self._downloaded is None:
@@ -297,7 +320,11 @@ class DeviceRows:
 
     def _uploaded(self, host: Packed) -> DeviceArray:
         array = self.device.alloc(host.shape, host.dtype)
-        self.device.upload(host, array)
+        try:
+            self.device.upload(host, array)
+        except BaseException:
+            self.device.free(array)
+            raise
         return array
 
     def _become(self, host: GrowingRows, field: DeviceArray | None) -> None:

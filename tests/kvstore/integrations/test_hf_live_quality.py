@@ -147,6 +147,10 @@ def test_rotated_modes_are_compared_with_each_weight_of_their_signs() -> None:
 
 
 def test_every_storage_mode_of_the_plans_is_a_mode() -> None:
-    assert [mode.name for mode in suite("formats").modes] == [name for name, _, _ in quality_modes.modes()]
+    plain = [name for name, _, _ in quality_modes.modes()]
+    assert [mode.name for mode in suite("formats").modes] == plain
+    blocks = [mode.name for mode in suite("blocks").modes]
+    assert set(blocks) - set(plain) == {name for name, _, _ in quality_modes.modes(blocked=True)} - set(plain)
+    assert len(set(blocks)) == len(blocks)
     with pytest.raises(ValueError, match="no suite"):
         suite("speed")

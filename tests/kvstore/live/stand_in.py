@@ -1,8 +1,9 @@
 """A stand-in for cupy whose stream is lazier than any GPU's: nothing happens until somebody waits.
 
 What is enqueued runs late, so that memory reused too early is noticed; copies within device memory must not
-overlap; array functions that would have to be compiled are not there. `Lazily` runs operations of numpy on
-its arrays, in their turn.
+overlap; array functions that would have to be compiled are not there. There may be several GPUs, of which
+one is current; streams, events and memory are of that one. `Lazily` runs operations of numpy on its arrays,
+in their turn.
 """
 
 from __future__ import annotations
@@ -23,9 +24,14 @@ class Stream:
 
     def __init__(self, non_blocking: bool = False) -> None:
         assert non_blocking, "the stream must not wait for the legacy one"
-        self.ptr, self.device_id = 7, 0
+        self.ptr, self.device_id = 7 + len(BY_POINTER), CURRENT[-1]
+        BY_POINTER[self.ptr] = self
         self.work: list[Callable[[], None] | None] = []
         self.done = 0
+        self.capturing = False
+
+    def is_capturing(self) -> bool:
+        return self.capturing
 
     def enqueue(self, piece: Callable[[], None]) -> None:
         self.work.append(piece)
@@ -38,20 +44,43 @@ class Stream:
             piece()
 
     def synchronize(self) -> None:
+        assert not self.capturing, "waiting spoils what is captured"
         self.run(len(self.work))
 
+    def wait_event(self, event: Event) -> None:
+        # Of what was recorded by now, however often it is recorded again.
+        if event.at is not None:
+            stream, upto = event.at
+            self.enqueue(lambda: stream.run(upto))
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.ptr
+
     def __enter__(self) -> Stream:
+        assert self.device_id == CURRENT[-1], "cupy refuses a stream of another GPU than the current one"
         return self
 
     def __exit__(self, *error: object) -> None:
         pass
 
 
+class Foreign:
+    """A stream of another library on GPU ``device_index``."""
+
+    def __init__(self, device_index: int = 0) -> None:
+        self.device_index, self.stream = device_index, Stream(non_blocking=True)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return self.stream.__cuda_stream__()
+
+
 class Event:
     def __init__(self, disable_timing: bool = False) -> None:
         self.at: tuple[Stream, int] | None = None
+        self.device_id = CURRENT[-1]
 
     def record(self, stream: Stream) -> None:
+        assert stream.device_id == self.device_id, "an event is recorded on streams of its own GPU"
         self.at = stream, len(stream.work)
 
     def synchronize(self) -> None:
@@ -60,20 +89,21 @@ class Event:
 
 
 class Pointer:
-    """Into ``memory``, a numpy array that stands for device memory."""
+    """Into ``memory``, a numpy array that stands for memory of a GPU."""
 
-    def __init__(self, memory: np.ndarray, offset: int = 0) -> None:
-        self.memory, self.offset = memory, offset
+    def __init__(self, memory: np.ndarray, offset: int = 0, device_id: int = 0) -> None:
+        self.memory, self.offset, self.device_id = memory, offset, device_id
 
     @property
     def ptr(self) -> int:
         return self.memory.ctypes.data + self.offset
 
     def __add__(self, more: int) -> Pointer:
-        return Pointer(self.memory, self.offset + more)
+        return Pointer(self.memory, self.offset + more, self.device_id)
 
     def copy_from_host_async(self, source: int, size: int, stream: Stream) -> None:
         self._inside(size)
+        assert not stream.capturing, "cupy refuses memory of the host while a stream is captured"
         stream.enqueue(lambda: _move(self.ptr, source, size))
 
     def copy_from_device_async(self, source: Pointer, size: int, stream: Stream) -> None:
@@ -100,7 +130,7 @@ class Array:
         self.size = int(np.prod(self.shape))
         self.nbytes = self.size * self.itemsize
         self.flags = SimpleNamespace(c_contiguous=True)
-        self.device = SimpleNamespace(id=0)
+        self.device = SimpleNamespace(id=data.device_id)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -115,10 +145,9 @@ class Array:
         shape = shape[0] if isinstance(shape[0], tuple) else shape
         return Array(np.empty(self.shape, np.bool_).reshape(shape).shape, self.dtype, self.data)
 
-    def get(self, stream: Stream, out: np.ndarray | None = None) -> np.ndarray:
+    def get(self, stream: Stream, out: np.ndarray) -> np.ndarray:
+        assert out.flags.c_contiguous and (out.shape, out.dtype) == (self.shape, self.dtype)
         stream.synchronize()
-        if out is None:
-            return self.seen().copy()
         out[...] = self.seen()
         return out
 
@@ -136,7 +165,7 @@ class Pool:
     def malloc(self, size: int) -> Pointer:
         if size > Pool.left:
             raise Exhausted(f"out of memory allocating {size} bytes")
-        return Pointer(np.full(size, 0xFF, np.uint8))
+        return Pointer(np.full(size, 0xFF, np.uint8), 0, CURRENT[-1])
 
 
 class Exhausted(MemoryError):
@@ -151,41 +180,57 @@ class DriverFault(RuntimeError):
     pass
 
 
+#: GPUs that were made current one within the other.
+CURRENT = [0]
+
+
 class Device:
     def __init__(self, index: int) -> None:
-        assert index == 0
+        assert index >= 0
+        self.id = index
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        CURRENT.append(self.id)
 
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        CURRENT.pop()
 
 
 def _copy_rows(to: int, to_pitch: int, source: int, pitch: int, width: int, count: int, kind: int, stream: int) -> None:
-    assert kind == 3 and stream == 7
+    assert kind == 3
     # Late, too: whoever waits is whoever asked.
     for row in range(count):
-        STREAMS[-1].enqueue(lambda row=row: _move(to + row * to_pitch, source + row * pitch, width))
+        BY_POINTER[stream].enqueue(lambda row=row: _move(to + row * to_pitch, source + row * pitch, width))
 
 
 STREAMS: list[Stream] = []
+BY_POINTER: dict[int, Stream] = {}
 
 
-def _stream(non_blocking: bool = False) -> Stream:
-    STREAMS.append(Stream(non_blocking))
-    return STREAMS[-1]
+class _Streams:
+    """Makes those of devices."""
+
+    def __call__(self, non_blocking: bool = False) -> Stream:
+        STREAMS.append(Stream(non_blocking))
+        return STREAMS[-1]
+
+    def from_external(self, stream: Any) -> Stream:
+        version, pointer = stream.__cuda_stream__()
+        assert version == 0
+        return BY_POINTER[pointer]
 
 
 def _move(to: int, source: int, size: int) -> None:
     ctypes.memmove(to, source, size)
 
 
-def cupy() -> Any:
+def cupy(gpus: int = 1) -> Any:
     """What is imported in place of cupy."""
     runtime = SimpleNamespace(
-        CUDARuntimeError=RuntimeFault, getDeviceCount=lambda: 1, memcpy2DAsync=_copy_rows, memcpyDeviceToDevice=3
+        CUDARuntimeError=RuntimeFault, getDeviceCount=lambda: gpus, memcpy2DAsync=_copy_rows, memcpyDeviceToDevice=3
     )
     cuda = SimpleNamespace(
-        runtime=runtime, driver=SimpleNamespace(CUDADriverError=DriverFault), Device=Device, Stream=_stream, Event=Event,
+        runtime=runtime, driver=SimpleNamespace(CUDADriverError=DriverFault), Device=Device, Stream=_Streams(), Event=Event,
         MemoryPool=Pool, memory=SimpleNamespace(OutOfMemoryError=Exhausted), alloc_pinned_memory=lambda size: bytearray(size),
     )  # fmt: skip
     return SimpleNamespace(cuda=cuda, ndarray=Array)

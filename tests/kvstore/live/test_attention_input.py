@@ -121,6 +121,8 @@ def test_dead_heads_may_hold_anything() -> None:
         (lambda found: found.keep([0.0, 1.0]), "float64"),
         (lambda found: found.keep([[0, 1]]), "shape"),
         (lambda found: found.trim_window(-1), "slack -1"),
+        (lambda found: found.trim_window(0.5), "slack 0.5"),
+        (lambda found: found.attend(Q, upto=2.5), "up to row 2.5"),
         (lambda found: found.trim_window(0, 0), "align 0"),
         (lambda found: found.trim_window(0, 1, -1), "anchor -1"),
     ],

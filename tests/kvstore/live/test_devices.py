@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from devices_at_hand import KINDS, at_hand, brought
 
 from warmkv.kvstore.live.devices import cupy_device, opening
 from warmkv.kvstore.live.devices.base import Device
+from warmkv.kvstore.live.devices.cupy_device import CupyDevice
 from warmkv.kvstore.live.devices.host import HostDevice
 from warmkv.kvstore.live.devices.moves import moves
 from warmkv.kvstore.live.devices.opening import open_device
@@ -132,6 +134,12 @@ def test_downloads_are_copies_also_into_an_array_that_is_given(device: Device) -
         device.download(array, np.empty((3, 4), np.float32))
 
 
+def test_a_download_into_an_array_with_gaps_is_refused_by_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = at_hand("stand-in", monkeypatch)
+    with pytest.raises(RecordError, match="with gaps"):
+        device.download(device.zeros((3, 4), np.int32), np.empty((3, 8), np.int32)[:, ::2])
+
+
 # -- copies -------------------------------------------------------------------------------------
 
 
@@ -166,6 +174,18 @@ def test_copies_beyond_an_array_or_of_another_dtype_are_refused_whole(device: De
     with pytest.raises(RecordError, match="float32 into an array of int32"):
         device.copy_into(array, 0, device.zeros((8,), np.float32), 0, 8)
     assert not device.download(array).any()
+
+
+def test_arrays_with_gaps_are_refused_whole() -> None:
+    device = HostDevice()
+    gaps, plain = device.zeros((32,), np.float32), device.zeros((16,), np.float32)
+    for act in (
+        lambda: device.upload(np.ones(16, np.float32), gaps[::2]), lambda: device.copy_into(gaps[::2], 0, plain, 0, 16),
+        lambda: device.copy_into(plain, 0, gaps[::2], 0, 16),
+    ):  # fmt: skip
+        with pytest.raises(RecordError, match="with gaps"):
+            act()
+    assert not device.download(gaps).any() and not device.download(plain).any()
 
 
 def test_rows_are_copied_into_columns(device: Device) -> None:
@@ -221,6 +241,86 @@ def test_a_short_gap_does_not_cost_a_copy_for_each_row() -> None:
     assert len(list(moves(0, 10_000, 10_000, 1000))) == 1
 
 
+# -- streams of others --------------------------------------------------------------------------
+
+
+def test_work_goes_to_the_stream_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, other = streams_at_hand(monkeypatch)
+    given = CupyDevice(operations=device.operations, stream=other)
+    array = brought(given, np.arange(5, dtype=np.int32))
+    assert len(other.stream.work) == 1 and device.stream.work == []
+    assert given.download(array).tolist() == list(range(5))
+
+
+def test_what_another_stream_writes_is_waited_for_where_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, other = streams_at_hand(monkeypatch)
+    array, copied = device.zeros((2,), np.int32), device.zeros((2,), np.int32)
+    other.stream.enqueue(lambda: array.seen().fill(3))
+    device.copy_into(copied, 0, array, 0, 1)
+    device.wait_for(other)
+    other.stream.enqueue(lambda: array.seen().fill(4))
+    device.copy_into(copied, 1, array, 0, 1)
+    # Nobody has waited on the host; what was enqueued there afterwards is not waited for.
+    assert other.stream.done == 0
+    assert device.download(copied).tolist() == [0, 3]
+
+
+def test_another_stream_waits_for_a_device_where_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, other = streams_at_hand(monkeypatch)
+    array, found = brought(device, np.arange(3, dtype=np.int32)), []
+    other.stream.enqueue(lambda: found.append(array.seen().tolist()))
+    device.let_wait(other)
+    device.set_one(array[:1], 9)
+    other.stream.enqueue(lambda: found.append(array.seen().tolist()))
+    other.stream.synchronize()
+    assert found == [[-1] * 3, [0, 1, 2]]
+
+
+def test_devices_wait_for_one_another_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, _ = streams_at_hand(monkeypatch)
+    second = CupyDevice(operations=device.operations)
+    counter, seen = device.zeros((1,), np.int32), second.zeros((20,), np.int32)
+    for value in range(20):
+        device.set_one(counter, value)
+        second.wait_for(device)
+        second.copy_into(seen, value, counter, 0, 1)
+        device.wait_for(second)
+    assert second.download(seen).tolist() == list(range(20))
+
+
+def test_all_that_is_of_a_gpu_is_made_while_it_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", stand_in.cupy(gpus=2))
+    first, second = (CupyDevice(index, operations=stand_in.Lazily(None)) for index in range(2))
+    counter, seen = first.zeros((1,), np.int32), second.zeros((2,), np.int32)
+    assert (first.owns(counter), first.owns(seen), second.owns(counter), second.owns(seen)) == (True, False, False, True)
+    assert [device.stream.device_id for device in (first, second)] == [0, 1] and stand_in.CURRENT == [0]
+    for value in range(2):
+        first.set_one(counter, value + 5)
+        second.wait_for(first)
+        second.copy_into(seen, value, counter, 0, 1)
+        second.let_wait(first)
+    many = np.arange(5000, dtype=np.int32)
+    assert second.download(brought(second, many)).tolist() == many.tolist()
+    assert second.download(seen).tolist() == [5, 6] and stand_in.CURRENT == [0]
+
+
+def test_what_is_no_stream_of_this_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, _ = streams_at_hand(monkeypatch)
+    for stream in (7, "default", object()):
+        for refused in (device.wait_for, device.let_wait, lambda stream: CupyDevice(stream=stream)):
+            with pytest.raises(RecordError, match="is no stream"):
+                refused(stream)
+    with pytest.raises(RecordError, match="a stream of GPU 1 for work on GPU 0"):
+        CupyDevice(operations=device.operations, stream=stand_in.Foreign(1))
+    assert device.stream.work == []
+
+
+def streams_at_hand(monkeypatch: pytest.MonkeyPatch) -> tuple[CupyDevice, stand_in.Foreign]:
+    device = at_hand("stand-in", monkeypatch)
+    assert isinstance(device, CupyDevice)
+    return device, stand_in.Foreign()
+
+
 # -- faults -------------------------------------------------------------------------------------
 
 
@@ -238,6 +338,23 @@ def test_what_cupy_says_becomes_an_error_of_ours(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(stand_in.Pointer, "copy_from_host_async", failing)
     with pytest.raises(DeviceFault, match="cuda:0: upload: an illegal address"):
         device.upload(np.zeros(63, np.uint8), array)
+
+
+def test_what_waits_is_refused_while_launches_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, _ = streams_at_hand(monkeypatch)
+    array, other = device.zeros((4,), np.int32), device.zeros((4,), np.int32)
+    device.stream.capturing = True
+    refused = (
+        lambda: device.upload(np.ones(4, np.int32), array), lambda: device.set_one(array[:1], 1),
+        lambda: device.download(array), device.synchronize,
+    )  # fmt: skip
+    for ask in refused:
+        with pytest.raises(RecordError, match="cuda:0: .* while the stream is captured"):
+            ask()
+    device.copy_into(array, 0, other, 0, 4)
+    device.stream.capturing = False
+    device.set_one(array[:1], 5)
+    assert device.download(array).tolist() == [5, 0, 0, 0]
 
 
 # -- opening ------------------------------------------------------------------------------------
@@ -273,6 +390,17 @@ def test_a_missing_driver_is_told_from_a_missing_gpu(monkeypatch: pytest.MonkeyP
     library.cuda.runtime.getDeviceCount = no_driver
     with pytest.raises(DeviceMissing, match="is there a driver.*cudaErrorInsufficientDriver"):
         open_device("cuda:0")
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library() -> tuple[int, int]:
+        raise RuntimeError("libnvrtc.so.13: cannot open shared object file")
+
+    library = stand_in.cupy()
+    library.cuda.nvrtc = SimpleNamespace(getVersion=no_library)
+    monkeypatch.setitem(sys.modules, "cupy", library)
+    with pytest.raises(DeviceMissing, match="cuda:0 needs NVRTC.*libnvrtc.so.13"):
+        open_device("cuda")
 
 
 def test_cupy_is_not_loaded_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

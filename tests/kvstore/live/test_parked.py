@@ -14,7 +14,7 @@ from warmkv.kvstore.live.parked import ParkedLogits
 from warmkv.kvstore.live.plan import LayerPlan, ModelPlan
 from warmkv.kvstore.live.residence import Residence
 from warmkv.kvstore.testing.live import fill
-from warmkv.schema.errors import OutOfMemory, RecordError
+from warmkv.schema.errors import DeviceFault, OutOfMemory, RecordError
 from warmkv.schema.identity import LayerKind
 
 SIZE = 9
@@ -109,3 +109,30 @@ def test_logits_go_with_the_tokens_they_came_from(resident: bool) -> None:
     cache.clear()
     fill(cache, 6)
     assert cache.parked_logits is None
+
+
+def test_after_a_copy_that_failed_nothing_is_parked() -> None:
+    """What lies there may be of two rows."""
+    device = FailingDevice()
+    parked, given = ParkedLogits(device), row(2)
+    parked.park(row(1), 5)
+    device.fail("copy_into")
+    with pytest.raises(DeviceFault):
+        parked.park(given, 6)
+    device.heal()
+    assert parked.at(5) is parked.at(6) is None
+    parked.park(given, 7)
+    assert parked.at(7) is not None
+
+
+def test_rows_are_parked_once_a_position_is_told() -> None:
+    parked = ParkedLogits(HostDevice())
+    parked.park(row(1), 5)
+    put = parked.prepare(row(2))
+    assert parked.at(5) is parked.at(6) is None
+    put(6)
+    found = parked.at(6)
+    assert found is not None and found.tobytes() == row(2).tobytes()
+    with pytest.raises(RecordError, match="logits are"):
+        parked.prepare(row(3, SIZE + 1))
+    assert parked.at(6) is not None, "refused before anything was forgotten"

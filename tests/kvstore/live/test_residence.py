@@ -9,7 +9,8 @@ import pytest
 
 from warmkv.kvstore.live.devices.host import HostDevice
 from warmkv.kvstore.live.plan import ConvPlan, LayerPlan, ModelPlan, NystromPlan, RingPlan
-from warmkv.kvstore.live.residence import MAX_CAPACITY, Residence
+from warmkv.kvstore.live.residence import Residence
+from warmkv.kvstore.live.rings import MAX_LENGTH
 from warmkv.schema.errors import RecordError, UnsupportedError
 from warmkv.schema.identity import LayerKind
 
@@ -52,7 +53,7 @@ def test_rings_are_off_unless_asked_for() -> None:
 @pytest.mark.parametrize(
     "about",
     [
-        {"devices": ()}, {"devices": [A]}, {"capacity": 0}, {"capacity": -1}, {"capacity": MAX_CAPACITY + 1}, {"capacity": 4.0},
+        {"devices": ()}, {"devices": [A]}, {"capacity": 0}, {"capacity": -1}, {"capacity": MAX_LENGTH + 1}, {"capacity": 4.0},
         {"capacity": True}, {"cuts": (1,)}, {"devices": (A, B)}, {"devices": (A, B), "cuts": (0,)},
         {"devices": (A, B), "cuts": (1, 2)}, {"devices": (A, B, C), "cuts": (2, 2)}, {"devices": (A, B, C), "cuts": (3, 2)},
         {"devices": (A, B), "cuts": (-1,)}, {"devices": (A, B), "cuts": [1]}, {"devices": (A, B), "cuts": (1.5,)}, {"rings": 1},

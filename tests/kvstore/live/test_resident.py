@@ -285,7 +285,7 @@ def test_rows_of_a_ring_are_given_up_when_told(host: HostDevice) -> None:
     both.layer.rebase(32)
     both.check()
     assert both.layer.base == 32
-    for base, error in ((31, CannotRewind), (61, RecordError)):
+    for base, error in ((31, CannotRewind), (61, RecordError), (40.5, RecordError), (-1, RecordError)):
         with pytest.raises(error):
             both.layer.rebase(base)
     both.attend()
@@ -555,6 +555,48 @@ def test_rows_that_do_not_fit_change_nothing(device: Device) -> None:
     both.check()
 
 
+def test_host_rows_are_looked_at_whatever_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = at_hand("stand-in", monkeypatch)
+    both = Both(device, plan_of(), 20)
+    both.append(3)
+    good = np.ones((1, KV_HEADS, SIZE), np.float32)
+    for k, v in (
+        (good * np.nan, brought(device, good)),
+        (brought(device, good), good * np.inf),
+        (good * 3e38, brought(device, good)),
+    ):
+        with pytest.raises(RecordError):
+            both.layer.append(k, v)
+    both.check()
+    k, v = both.normal(2, KV_HEADS, SIZE), both.normal(2, KV_HEADS, SIZE)
+    both.layer.append(k, brought(device, v))
+    both.oracle.append(k, v)
+    both.check()
+
+
+def test_device_arrays_that_kernels_cannot_read_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = at_hand("stand-in", monkeypatch)
+    both = Both(device, plan_of(), 20)
+    both.append(3)
+    flat = device.zeros((HEADS * SIZE + 4,), np.float32)
+    for first in (1, 2, 3):
+        with pytest.raises(RecordError, match="no multiple of 16 bytes"):
+            both.layer.attend(flat[first : first + HEADS * SIZE].reshape(HEADS, SIZE))
+    both.layer.attend(flat[4 : 4 + HEADS * SIZE].reshape(HEADS, SIZE))
+    both.check()
+
+
+def test_a_window_of_one_that_was_given_up_is_not_answered(host: HostDevice) -> None:
+    both = Both(host, plan_of(window=1), 20, ringed=True)
+    both.append(3)
+    row = both.layer.keys.packed(0, 0), both.layer.values.packed(0, 0)
+    both.layer.prepare_restore([row[0]], [row[1]], position=3, base=3)()
+    q = np.ones((HEADS, SIZE), np.float32)
+    for ask in (lambda: both.layer.attend(q), lambda: both.layer.attend_head(q[0], 0)):
+        with pytest.raises(RecordError, match="given up"):
+            ask()
+
+
 def test_a_row_too_large_for_its_field_fixes_none(device: Device) -> None:
     layer = made(device, plan_of(RowFormat.Q8_2F, RowFormat.Q8_2F), 80)
     tiny = np.full((64, KV_HEADS, SIZE), 1e-7, np.float32)
@@ -638,6 +680,23 @@ def test_rows_picked_out_without_memory_for_it_stay(host: HostDevice) -> None:
 
 
 # -- memory -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ringed", [False, True])
+def test_a_decode_step_of_arrays_of_the_device_can_be_captured(monkeypatch: pytest.MonkeyPatch, ringed: bool) -> None:
+    device = at_hand("stand-in", monkeypatch)
+    both = Both(device, plan_of(window=8), 64, ringed=ringed)
+    both.append(20)
+    both.attend()
+    k, v, q = both.normal(1, KV_HEADS, SIZE), both.normal(1, KV_HEADS, SIZE), both.normal(HEADS, SIZE)
+    rows, queries = [brought(device, array) for array in (k, v)], brought(device, q)
+    device.stream.capturing = True
+    both.layer.append(*rows)
+    out = both.layer.attend(queries)
+    device.stream.capturing = False
+    both.oracle.append(k, v)
+    near(device.download(out), both.oracle.attend(q))
+    both.check()
 
 
 @pytest.mark.parametrize("ringed", [False, True])

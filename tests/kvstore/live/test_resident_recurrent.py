@@ -247,3 +247,38 @@ def test_numbers_that_do_not_fit_are_refused_unchanged(plan: LayerPlan) -> None:
 def test_other_plans_are_refused() -> None:
     with pytest.raises(RecordError, match="the plan has no state of its own"):
         ResidentRecurrentLayer(LayerPlan(LayerKind.FULL, 1, 1, 4, 4), device=HostDevice())
+
+
+@both
+@pytest.mark.parametrize("method", ["upload", "copy_into"])
+def test_a_state_that_was_half_written_over_is_not_handed_out(plan: LayerPlan, method: str) -> None:
+    device = FailingDevice()
+    kept_at, state = 3, numbers(2, plan)[0]
+    for after in range(4):
+        layer = ResidentRecurrentLayer(plan, device=device)
+        update(layer, 1, kept_at)
+        kept, before = layer.set_aside(), held(layer)
+        changes = {"upload": [layer.clear, lambda layer=layer: update(layer, 2)]}.get(
+            method, [layer.prepare_adopt(state, 9, conv=numbers(2, plan)[1])]
+        )
+        for change in changes:
+            device.fail(method, after)
+            try:
+                change()
+                device.heal()
+                continue
+            except DeviceFault:
+                device.heal()
+            try:
+                assert held(layer) == before  # nothing of it was written over
+                layer.step(0)
+                layer.step(0)
+            except DeviceFault:
+                for use in (lambda layer=layer: layer.step(), layer.set_aside, lambda layer=layer: update(layer, 3)):
+                    with pytest.raises(DeviceFault, match="clear or restore"):
+                        use()
+            layer.prepare_return(kept).apply()
+            assert held(layer) == before
+            layer.clear()
+            assert held(layer) == held(ResidentRecurrentLayer(plan, device=device))
+            update(layer, 1, kept_at)
