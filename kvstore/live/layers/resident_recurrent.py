@@ -159,22 +159,23 @@ class ResidentRecurrentLayer:
         self._copy(self.spare, kept.state)
         if self._conv is not None:
             self._copy(kept.undo, self._conv)
-        position, state, whole = self.position, self.state, self._whole
+        position, state, whole, written = self.position, self.state, self._whole, False
 
         def apply() -> None:
+            nonlocal written
             if self._conv is not None:
-                with self._changing():
-                    self._copy(self._conv, kept.conv)
+                self._copy(self._conv, kept.conv)
+                written = True
             self._swap()
             self.position, self._whole = kept.position, True
 
         def undo() -> None:
             if self.state is not state:
                 self._swap()
-            self.position = position
+            # A copy that failed is taken to have copied nothing; one that was made has to be taken back.
+            self.position, self._whole = position, whole and not written
             if self._conv is not None:
-                with self._changing():
-                    self._copy(self._conv, kept.undo)
+                self._copy(self._conv, kept.undo)
             self._whole = whole
 
         return Change(apply, undo)

@@ -43,6 +43,8 @@ class DevicePlanes(Planes):
         self.keys, self.values, self.counters, self.placed = keys, values, counters, placed
         self.device = keys.device
         self.origin = 0
+        #: How often bytes were written: what waits behind the rows is still there while this is the same.
+        self._writes = 0
         self._told = False
         self.tell()
 
@@ -106,9 +108,12 @@ class DevicePlanes(Planes):
 
     def prepare_load(self, loads: Sequence[Callable[[], None]], origin: int) -> Callable[[], None]:
         """What does ``loads``, one of each plane, and lets the buffer begin at position ``origin`` where rows are
-        placed."""
+        placed. What is returned raises RecordError, nothing changed, where anything was written since."""
+        writes = self._writes
 
         def apply() -> None:
+            if self._writes != writes:
+                raise RecordError(f"{self.keys.name}: rows were written since those to be loaded were brought")
             with self._moving():
                 for load in loads:
                     load()
@@ -202,6 +207,7 @@ class DevicePlanes(Planes):
         if not count:
             return
         self.settle()
+        self._writes += 1
         with faults(self.keys.name):
             self._told = False
             for plane, part in zip((self.keys, self.values), rows, strict=True):
@@ -243,6 +249,7 @@ class DevicePlanes(Planes):
     @contextmanager
     def _moving(self) -> Iterator[None]:
         """Around what changes rows of both planes. Raises DeviceFault where they have different ones in the end."""
+        self._writes += 1
         for plane in (self.keys, self.values):
             plane.whole = False
         yield

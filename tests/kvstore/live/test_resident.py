@@ -430,6 +430,26 @@ def test_what_cannot_be_restored_changes_nothing(host: HostDevice) -> None:
     both.check()
 
 
+@pytest.mark.parametrize("ringed", [False, True])
+def test_a_restore_is_refused_once_rows_were_written_over_what_it_brought(host: HostDevice, ringed: bool) -> None:
+    both = Both(host, plan_of(window=12), 40, ringed=ringed)
+    both.append(4)
+    source = Both(host, plan_of(window=12), 40)
+    source.append(20)
+    parts = [source.layer.keys.packed()], [source.layer.values.packed()]
+    installs = [both.layer.prepare_restore(*parts, position=20, base=0) for _ in range(2)]
+    both.append(3)
+    both.layer.truncate_last(3)
+    both.oracle.truncate(3)
+    for install in installs:
+        with pytest.raises(RecordError, match="since"):
+            install()
+    both.check()
+    both.attend()
+    both.layer.prepare_restore(*parts, position=20, base=0)()
+    assert both.layer.position == 20 and both.layer.mirrors() == both.layer.expected_mirrors
+
+
 def test_fields_are_restored_with_their_rows_or_refused(device: Device) -> None:
     plan = plan_of(RowFormat.Q8_2F, RowFormat.Q8_2F)
     source, target = made(device, plan, 80), made(device, plan, 80)
