@@ -19,7 +19,7 @@ from warmkv.kernels.cuda.launch import Launcher, Program
 from warmkv.kernels.cuda.numbers import FORMAT_NUMBERS
 from warmkv.kernels.errors import KernelError
 from warmkv.kernels.formats import RowFormat
-from warmkv.kernels.resident.checks import MOST, require, require_counters, require_sides
+from warmkv.kernels.resident.checks import MOST, require, require_counters, require_laid, require_sides, require_wide
 from warmkv.kernels.resident.plane import Counters, ResidentPlane
 from warmkv.kernels.turboquant import cuda as turned
 
@@ -73,6 +73,8 @@ class Attention:
         """See `RowOperations.attend_chunk`. The scratch is enough for any number of queries: where it is short, rows
         are split less, and queries that have to be turned are taken some at a time. Raises KernelError."""
         require_sides(keys, values)
+        require_laid(keys, "keys")
+        require_laid(values, "values")
         require_counters(counters)
         require(q, (None, None, keys.size), "queries")
         count, heads, _ = q.shape
@@ -80,6 +82,7 @@ class Attention:
             raise KernelError(f"{heads} query heads over {keys.heads} KV heads, expected a multiple")
         require(out, (count, heads, values.size), "out")
         require(scratch, (None,), "scratch")
+        require_wide(scratch, values.size, "scratch")
         if sinks is not None:
             require(sinks, (heads,), "sinks")
         if window < 0 or softcap < 0:
@@ -103,6 +106,7 @@ class Attention:
     def merge(self, outs: Any, tops: Any, totals: Any, out: Any) -> None:
         """See `RowOperations.merge`. Raises KernelError."""
         require(outs, (None, None, None), "outputs of parts")
+        require_wide(outs, outs.shape[2], "outputs of parts")
         require(tops, outs.shape[:2], "largest logits of parts")
         require(totals, outs.shape[:2], "sums of parts")
         require(out, outs.shape[1:], "out")

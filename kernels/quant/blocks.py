@@ -18,6 +18,7 @@ and x' of d after. Of equal numbers the first counts, which decides the sign of 
 
 **Source:** `gguf.quants` 0.19 and ggml's reference quantisers, whose bytes these are. Where 1/d is not
 finite (d below 2^-128) they convert what is no number; the codes here are those of zeros, as d is 0 in float16.
+Of zeros of both signs `gguf` takes any for m, ggml the first.
 """
 
 from __future__ import annotations

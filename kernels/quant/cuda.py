@@ -13,7 +13,7 @@ from warmkv.kernels.cuda.launch import Launcher, Program
 from warmkv.kernels.cuda.numbers import FORMAT_NUMBERS
 from warmkv.kernels.errors import KernelError
 from warmkv.kernels.formats import RowFormat
-from warmkv.kernels.resident.checks import MOST, require, require_rows
+from warmkv.kernels.resident.checks import MOST, address, require, require_rows, require_wide, told
 from warmkv.kernels.resident.plane import Counters, ResidentPlane
 
 THREADS = 256
@@ -67,12 +67,14 @@ def gather(launcher: Launcher, plane: ResidentPlane, kept: Any, scratch: Any) ->
     if count > plane.rows or scratch.size < count * row_bytes:
         raise KernelError(f"{count} of {plane.rows} rows through a scratch of {scratch.size} bytes, expected {count * row_bytes}")
     word = next(word for word in WORDS if row_bytes % word == 0)
+    if address(scratch) % word:
+        raise KernelError(f"scratch: {told(scratch)} begins at an address that is no multiple of {word} bytes")
     words = count * row_bytes // word
     if words > MOST:
         raise KernelError(f"{words} words in one launch, expected at most {MOST}")
     if count:
         code = gather_program(word)
-        out = plane.data, kept, np.int32(count), np.int32(row_bytes // word), scratch
+        out = plane.data, kept, np.int32(count), np.int32(plane.rows), np.int32(row_bytes // word), scratch
         launcher.launch(code, "gather", grid(words), THREADS, out)
         launcher.launch(code, "put", grid(words), THREADS, (scratch, np.int32(words), plane.data))
 
@@ -94,6 +96,7 @@ def _program(kernel: str, plane: ResidentPlane) -> Program:
 def _checked(plane: ResidentPlane, rows: Any, count: int | None, what: str) -> int:
     """How many rows there are, of ``count`` if that is given. Raises KernelError for others, and for too many."""
     require(rows, (count, plane.heads, plane.size), what)
+    require_wide(rows, plane.size, what)
     if rows.size > MOST:
         raise KernelError(f"{what}: {rows.size} numbers in one launch, expected at most {MOST}")
     return int(rows.shape[0])

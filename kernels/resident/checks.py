@@ -14,6 +14,8 @@ from warmkv.kernels.rope.reference import Rope
 
 #: What grids and 32-bit places in kernels allow.
 MOST = 2**31 - 1
+#: Bytes that kernels read and write at once where rows are whole multiples of them.
+WIDE = 16
 
 
 def told(array: Any) -> str:
@@ -31,6 +33,27 @@ def require(array: Any, shape: Sequence[int | None], name: str, dtype: type[np.g
         raise KernelError(f"{name}: {told(array)}, expected {np.dtype(dtype).name} ({wanted})")
     if not array.flags.c_contiguous:
         raise KernelError(f"{name}: {told(array)} is not contiguous")
+
+
+def require_wide(array: Any, size: int, name: str) -> None:
+    """Raises KernelError unless float32 rows of ``size`` numbers begin where kernels can take them `WIDE` bytes at a
+    time, where they are whole multiples of that. A GPU that is told otherwise does nothing any more, for anybody."""
+    if size * 4 % WIDE == 0 and array.size and address(array) % WIDE:
+        raise KernelError(f"{name}: {told(array)} begins at an address that is no multiple of {WIDE} bytes")
+
+
+def require_laid(plane: ResidentPlane, name: str) -> None:
+    """As `require_wide`, of a plane and its field."""
+    if address(plane.data) % WIDE:
+        raise KernelError(f"{name}: rows begin at an address that is no multiple of {WIDE} bytes")
+    if plane.field is not None:
+        require_wide(plane.field, plane.size, f"{name}: field")
+
+
+def address(array: Any) -> int:
+    """Where an array of the host or of a device begins."""
+    place = getattr(array.data, "ptr", None)
+    return int(array.ctypes.data if place is None else place)
 
 
 def require_plane(plane: ResidentPlane, name: str) -> None:

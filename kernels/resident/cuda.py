@@ -15,7 +15,7 @@ from warmkv.kernels.attention.cuda import Attention
 from warmkv.kernels.cuda.launch import Launcher
 from warmkv.kernels.errors import KernelError
 from warmkv.kernels.quant import cuda as quant
-from warmkv.kernels.resident.checks import MOST, require, require_counters, require_plane, require_rows
+from warmkv.kernels.resident.checks import MOST, require, require_counters, require_laid, require_plane, require_rows
 from warmkv.kernels.resident.plane import Counters, ResidentPlane
 from warmkv.kernels.rope.cuda import Shifting
 from warmkv.kernels.rope.reference import Rope
@@ -39,6 +39,7 @@ class CudaOperations:
     def append(self, plane: ResidentPlane, rows: Any, counters: Counters) -> None:
         """See `RowOperations.append`. Rows that do not fit behind the length are left out. Raises KernelError."""
         require_plane(plane, "plane")
+        require_laid(plane, "plane")
         require(rows, (None, plane.heads, plane.size), "rows")
         require_counters(counters)
         if plane.format.rotated:
@@ -56,6 +57,7 @@ class CudaOperations:
     def decode(self, plane: ResidentPlane, first: int, last: int, out: Any) -> None:
         """See `RowOperations.decode`. Raises KernelError."""
         require_plane(plane, "plane")
+        require_laid(plane, "plane")
         require_rows(plane, first, last)
         require(out, (last - first, plane.heads, plane.size), "out")
         if plane.format.rotated:
@@ -100,6 +102,7 @@ class CudaOperations:
     def gather(self, plane: ResidentPlane, kept: Any, scratch: Any) -> None:
         """See `RowOperations.gather`. Raises KernelError."""
         require_plane(plane, "plane")
+        require_laid(plane, "plane")
         require(kept, (None,), "kept rows", np.int32)
         require(scratch, (None,), "scratch", np.uint8)
         quant.gather(self._launcher, plane, kept, scratch)

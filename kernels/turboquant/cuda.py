@@ -16,7 +16,7 @@ from warmkv.kernels.cuda.launch import Launcher, Program
 from warmkv.kernels.cuda.numbers import FORMAT_NUMBERS
 from warmkv.kernels.errors import KernelError
 from warmkv.kernels.formats import F32, RowFormat
-from warmkv.kernels.resident.checks import require, require_rows, told
+from warmkv.kernels.resident.checks import require, require_rows, require_wide, told
 from warmkv.kernels.resident.plane import Counters, ResidentPlane
 from warmkv.kernels.turboquant.block import PLANES
 from warmkv.kernels.turboquant.levels import levels
@@ -69,6 +69,7 @@ class Turning:
         KernelError."""
         turn = _turn(plane)
         require(rows, (None, plane.heads, plane.size), "rows")
+        require_wide(rows, plane.size, "rows")
         self._launch(
             _stored(plane.format, plane.size), "append_turned", rows.shape[0] * plane.heads,
             (rows, plane.data, counters.length, counters.base, self.table(turn.rotation), self.refused, turn.rotation.scale,
@@ -80,6 +81,7 @@ class Turning:
         turn, count = _turn(plane), (last - first) * plane.heads
         require_rows(plane, first, last)
         require(out, (last - first, plane.heads, plane.size), "out")
+        require_wide(out, plane.size, "out")
         self._launch(
             _stored(plane.format, plane.size), "decode_turned", count,
             (plane.data, out, self.table(turn.rotation), turn.rotation.scale, np.float32(turn.kappa),
@@ -91,6 +93,7 @@ class Turning:
         `width` numbers a query or more. Raises KernelError."""
         count = _count(q, turn.size)
         require(out, (None,), "turned queries")
+        require_wide(out, turn.size, "turned queries")
         if out.size < count * width(format_, turn.size):
             raise KernelError(f"turned queries: {told(out)} for {count} queries of {width(format_, turn.size)} numbers")
         again = np.int32(format_ is RowFormat.TQ_KEY)
@@ -153,6 +156,7 @@ def _count(rows: Any, size: int) -> int:
     _check_size(size)
     if rows.shape[-1:] != (size,) or rows.dtype != np.float32 or not rows.flags.c_contiguous:
         raise KernelError(f"rows: {told(rows)}, expected contiguous float32 (..., {size})")
+    require_wide(rows, size, "rows")
     return int(rows.size) // size
 
 

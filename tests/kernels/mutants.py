@@ -21,11 +21,12 @@ class Mutant:
 
 REFERENCE, CHUNK, SOFTEN = (f"kernels/attention/{name}.py" for name in ("reference", "chunk", "soften"))
 FAST, COMPILED, LAYER = (f"kernels/attention/{name}.py" for name in ("fast", "compiled", "layer"))
-ADDRESSES = "kernels/attention/addresses.py"
+ADDRESSES, FORMATS, TILES = "kernels/attention/addresses.py", "kernels/formats.py", "kernels/compiled/tiles.py"
 FORMS, HOST, ROPE_COMPILED = "kernels/compiled/forms.py", "kernels/resident/host.py", "kernels/rope/compiled.py"
 CU_PRELUDE, CU_GATHER = "kernels/cuda/prelude.cu", "kernels/resident/gather.cu"
 CU_ROWS, CU_APPEND, CU_DECODE = (f"kernels/quant/{name}.cu" for name in ("rows", "append", "decode"))
 QUANT, QUANT_FAST = "kernels/quant/reference.py", "kernels/quant/fast.py"
+BLOCKS, BLOCKS_FAST, FP8 = (f"kernels/quant/{name}.py" for name in ("blocks", "blocks_fast", "fp8"))
 RING, RING_FAST = "kernels/ring/reference.py", "kernels/ring/fast.py"
 NYSTROM, NYSTROM_FAST = "kernels/nystrom/reference.py", "kernels/nystrom/fast.py"
 PLANES, GROWING = "kvstore/live/rows/planes.py", "kvstore/live/rows/growing.py"
@@ -40,6 +41,7 @@ OF_FAST, OF_QUANT = ("kernels/test_attention_fast.py",), ("kernels/test_quant.py
 OF_QUANT_FAST = ("kernels/test_quant_fast.py",)
 OF_BLOCKS, OF_HOST = ("kernels/test_attention_blocks.py",), ("kernels/test_resident_host.py",)
 OF_CUDA = ("kernels/cuda/test_quant_cuda.py",)
+OF_QUANT_BLOCKS, OF_FP8 = ("kernels/test_quant_blocks.py",), ("kernels/test_quant_fp8.py",)
 OF_RING, OF_NYSTROM = ("kernels/test_ring.py",), ("kernels/test_nystrom.py",)
 OF_ATTENTION = ("kvstore/live/test_attention_layer.py", "kvstore/live/test_attention_walk.py")
 OF_ROWS = ("kvstore/live/test_growing.py", "kvstore/live/test_freeze.py")
@@ -250,6 +252,39 @@ MUTANTS = (
     Mutant("compiled blocks: fifth bits of the other half", FORMS, "zip((4, 6), codes", "zip((6, 4), codes", OF_BLOCKS),
     Mutant("compiled blocks: codes of 4 bits from 0 on", FORMS, "_const(8, _BYTES)", "_const(0, _BYTES)", OF_BLOCKS),
     Mutant("compiled fp8: a large number for NaN", FORMS, "_const(0x7E00, _SHORTS)", "_const(0x3F80, _SHORTS)", OF_BLOCKS),
+    Mutant(
+        "blocks weighed: what wide words leave taken at half the distance", TILES, "loop.index, least * WIDTH), least",
+        "loop.index, WIDTH), least", OF_BLOCKS,
+    ),
+    Mutant("blocks: heads without channels", FORMATS, "size < BLOCK or size % BLOCK", "size % BLOCK", OF_QUANT_BLOCKS),
+    Mutant(
+        "blocks: 1/d that is not finite", BLOCKS, "np.where(np.isfinite(found), found, np.float32(0))", "found",
+        OF_QUANT_BLOCKS,
+    ),
+    Mutant(
+        "blocks: codes of the scale as it is stored", BLOCKS, "half_away(x * inverse(d))",
+        "half_away(x * inverse(d.astype(np.float16).astype(np.float32)))", OF_QUANT_BLOCKS,
+    ),
+    Mutant(
+        "blocks: of equal magnitudes the last", BLOCKS, "np.argmax(np.abs(x), axis=-1)",
+        "BLOCK - 1 - np.argmax(np.abs(x[..., ::-1]), axis=-1)", OF_QUANT_BLOCKS,
+    ),
+    Mutant("compiled encoders: halves towards zero", BLOCKS_FAST, "abs(steps - whole) >= HALF", "abs(steps - whole) > HALF",
+           OF_QUANT_BLOCKS),
+    Mutant("compiled encoders: of equal zeros the last", BLOCKS_FAST, "x[at] < low", "x[at] <= low", OF_QUANT_BLOCKS),
+    Mutant("compiled encoders: fifth bits backwards", BLOCKS_FAST, "out[4 + at] =", "out[7 - at] =", OF_QUANT_BLOCKS),
+    Mutant(
+        "compiled encoders: infinity as a number", BLOCKS_FAST, "if _top(x) >= INFINITY", "if _top(x) > INFINITY",
+        OF_QUANT_BLOCKS,
+    ),
+    Mutant("compiled encoders: ties of fp8 go up", BLOCKS_FAST, "0x7FFFF + even", "0x80000", OF_FP8),
+    Mutant("compiled encoders: fp8 overflows", BLOCKS_FAST, "min(magnitude, FP8_LARGEST)", "magnitude", OF_FP8),
+    Mutant("fp8: what is too large overflows", FP8, "np.minimum(np.abs(rows), LARGEST)", "np.abs(rows)", OF_FP8),
+    Mutant("fp8: steps of small numbers too fine", FP8, "_LOWEST), _LOWEST)", "_LOWEST), _LOWEST - 1)", OF_FP8),
+    Mutant(
+        "fp8: other variants read as this one", "kvstore/bridge/restoring.py", "if alike and foreign:", "if False:",
+        ("kvstore/test_bridge_blocks.py",),
+    ),
     Mutant(
         "resident: rows written where their positions say", HOST, "at, count = length - base, len(rows)",
         "at, count = length, len(rows)", OF_HOST,

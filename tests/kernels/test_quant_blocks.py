@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -90,6 +91,27 @@ def test_bytes_are_those_of_ggml_both_ways(kernels: ModuleType, format_: RowForm
 
 @by_format
 @by_backend
+def test_bytes_are_those_of_ggml_whatever_exponents_a_block_has(kernels: ModuleType, format_: RowFormat) -> None:
+    """Magnitudes from subnormal ones to the largest there are, next to zeros and to others of their own bits."""
+    quants, kind = gguf_type(format_)
+    rng, shape = np.random.default_rng(6), (6_000, 32)
+    below = rng.integers(0, rng.integers(1, 13, (6_000, 1)), shape)
+    exponents = np.maximum(rng.integers(0, 158, (6_000, 1)) - below, 0)
+    bits = (rng.integers(0, 2, shape) << 31) | (exponents << 23) | (rng.integers(0, 1 << 23, shape) & 0x7F0000)
+    x = bits.astype(np.uint32).view(np.float32)
+    x[::3, 5:9], x[1::5] = 0, x[1::5, :1]
+    least, magnitude = x.min(axis=1), np.abs(x).max(axis=1)
+    scale = {RowFormat.Q8_0: magnitude / 127, RowFormat.Q5_1: (x.max(axis=1) - least) / 31, RowFormat.Q4_0: magnitude / 8}[
+        format_
+    ]
+    told = (scale >= 2.0**-127) | (scale == 0)  # below, ggml makes whole numbers of infinity
+    told &= (scale < 65500) & ((np.abs(least) < 65500) | (format_ is not RowFormat.Q5_1))
+    codes = kernels.encode(x[told], format_, keys=True).codes
+    assert 2_000 < told.sum() < 6_000 and np.array_equal(codes, quants.quantize(x[told], kind))
+
+
+@by_format
+@by_backend
 @pytest.mark.parametrize("name", edges())
 def test_bytes_of_edge_blocks_are_those_of_ggml(kernels: ModuleType, format_: RowFormat, name: str) -> None:
     quants, kind = gguf_type(format_)
@@ -149,9 +171,9 @@ def test_of_equal_magnitudes_the_first_sets_the_scale_and_of_zeros_the_sign(kern
 @by_backend
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_not_finite_is_refused_by_name(kernels: ModuleType, format_: RowFormat, value: float) -> None:
-    for at in ((0, 0), (3, 33), (5, 95)):
+    for at, last in itertools.product(((0, 0), (3, 33), (5, 95)), (value, np.nan)):
         x = rows(6, 96, seed=1)
-        x[at], x[5, 95] = value, np.nan
+        x[5, 95], x[at] = last, value
         with pytest.raises(NotFinite, match=f"row {at[0]} has NaN") as caught:
             kernels.encode(x, format_, keys=True)
         assert caught.value.row == at[0]
@@ -252,22 +274,30 @@ def test_rows_that_lie_apart_and_cannot_be_written_are_read_where_they_lie(kerne
     for head in range(3):
         alone = reference.encode(whole[:, head].copy(), format_, keys=True)
         assert kernels.decode(Block(format_, packed[:, head]).rows(3, 17)).tobytes() == reference.decode(alone)[3:17].tobytes()
+        assert np.array_equal(kernels.decode(Block(format_, packed[::-3, head])), reference.decode(alone)[::-3])
 
 
 @by_backend
 @pytest.mark.parametrize("format_", [*FORMATS, RowFormat.FP8])
-def test_numbers_at_odd_addresses_and_of_read_only_memory_are_encoded(kernels: ModuleType, format_: RowFormat) -> None:
+def test_numbers_are_encoded_however_they_lie_and_only_as_float32(kernels: ModuleType, format_: RowFormat) -> None:
     x = rows(5, 64, seed=3)
     memory = np.zeros(x.nbytes + 1, np.uint8)
     odd = memory[1:].view(np.float32).reshape(x.shape)
     odd[:] = x
     memory.flags.writeable = odd.flags.writeable = False
-    assert np.array_equal(kernels.encode(odd, format_, keys=True).codes, reference.encode(x, format_, keys=True).codes)
+    codes = reference.encode(x, format_, keys=True).codes
+    for laid in (odd, np.asfortranarray(x), np.repeat(x, 3, axis=1)[:, ::3], x[::-1].copy()[::-1], x[:, ::-1].copy()[:, ::-1]):
+        assert np.array_equal(kernels.encode(laid, format_, keys=True).codes, codes)
+    same = np.broadcast_to(x[:1], x.shape)
+    assert (kernels.encode(same, format_, keys=True).codes == codes[0]).all()
+    for other in (x.astype(np.float64), x.astype(np.float16), x.astype(">f4"), x[0], x[None]):
+        with pytest.raises(KernelError, match="expected float32"):
+            kernels.encode(other, format_, keys=True)
 
 
 @by_format
 @by_backend
-@pytest.mark.parametrize("size", [1, 31, 33, 40, 80, 112])
+@pytest.mark.parametrize("size", [0, 1, 31, 33, 40, 80, 112])
 def test_heads_that_blocks_do_not_fill_are_refused(kernels: ModuleType, format_: RowFormat, size: int) -> None:
     assert format_.refusal(size) is not None
     with pytest.raises(KernelError, match=f"heads of {size} channels: not a multiple of 32"):

@@ -181,24 +181,23 @@ def both(
 def test_the_newest_position_sees_its_window(host: HostOperations, pair: tuple[RowFormat, RowFormat], base: int) -> None:
     q = some(1, 5, heads=2 * HEADS)[0]
     sinks = np.array([0.5, -1.0, 3.0, -np.inf, 0.0, 40.0], np.float32)
-    for length in (0, 1, 31, 33, 63, 64, 65):
+    for length in (0, 1, 33, 65):
         held = base + length
         (keys, k), (values, v) = both(host, pair, held, base)
         windows = {1, max(1, length - 1), max(1, length)} | ({0, length + 1} if base == 0 else set())
         for window in sorted(windows):
             if held - min(window or held, held) < base:
                 continue
-            given: dict[str, Any] = {"scale": 0.2, "window": window, "softcap": 15.0 if window % 2 else 0.0, "sinks": sinks}
+            given: dict[str, Any] = {"scale": 0.2, "window": window, "softcap": 15.0 if window % 2 else 0.0}
+            given["sinks"] = sinks if (length + window) % 4 < 2 else None
             out = np.full((2 * HEADS, SIZE), np.nan, np.float32)
             host.attend(q, keys, values, counters(held, base), out=out, scratch=None, **given)
-            np.testing.assert_allclose(out, attended(q, k, v, **given), rtol=0, atol=2e-5)
-            given["sinks"] = None
-            host.attend(q, keys, values, counters(held, base), out=out, scratch=None, **given)
-            np.testing.assert_allclose(out, attended(q, k, v, **given) if length else np.zeros_like(out), rtol=0, atol=2e-5)
+            nothing = not length and given["sinks"] is None
+            np.testing.assert_allclose(out, np.zeros_like(out) if nothing else attended(q, k, v, **given), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(side.value for side in pair))
-@pytest.mark.parametrize(("base", "window", "count"), [(0, 0, 33), (0, 13, 65), (32, 14, 20), (32, 1, 33), (0, 0, 0)])
+@pytest.mark.parametrize(("base", "window", "count"), [(0, 0, 17), (0, 13, 65), (32, 14, 20), (32, 1, 3), (0, 0, 0)])
 def test_each_of_a_chunk_sees_itself_and_what_came_before(
     host: HostOperations, pair: tuple[RowFormat, RowFormat], base: int, window: int, count: int
 ) -> None:
@@ -208,7 +207,7 @@ def test_each_of_a_chunk_sees_itself_and_what_came_before(
     out = np.full((count, 2 * HEADS, SIZE), np.nan, np.float32)
     given: dict[str, Any] = {"scale": 0.2, "window": window, "softcap": 15.0, "sinks": sinks}
     host.attend_chunk(q, keys, values, counters(length, base), out=out, scratch=None, **given)
-    for index in sorted({*range(0, count, 7), *range(count)[-1:], *range(count)[12:14]}):
+    for index in sorted({0, 12, 13, count - 1} & {*range(count)}):
         upto = length - count + index + 1 - base
         np.testing.assert_allclose(out[index], attended(q[index], k[:upto], v[:upto], **given), rtol=0, atol=2e-5)
 
@@ -352,7 +351,7 @@ def test_any_walk_leaves_what_a_list_of_rows_has(host: HostOperations, format_: 
     rng = np.random.default_rng(len(format_.value) + keys)
     into, at, held = plane(format_, keys=keys, rows=40), counters(0), []
     rope = Rope(SIZE, 1e4, Pairs.NEOX)
-    for step in range(60):
+    for step in range(40):
         action = rng.integers(0, 4)
         if action < 2 and len(held) < into.rows:
             rows = some(int(rng.integers(1, min(9, into.rows - len(held)) + 1)), step)

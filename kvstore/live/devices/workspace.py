@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from warmkv.kernels.formats import F32
+from warmkv.kernels.resident.checks import address
 from warmkv.kvstore.live.devices.base import Device, DeviceArray
 from warmkv.kvstore.live.plan import LayerPlan
 from warmkv.schema.errors import CapacityExceeded, RecordError
@@ -101,10 +102,15 @@ class Workspace:
     def brought(self, rows: F32 | DeviceArray, what: str) -> DeviceArray:
         """``rows`` as an array of the device: themselves where they are that, else copied to where ``what``
         ("queries", "keys" or "values") wait, until the next that are brought there. More than was planned
-        gets memory of its own. Host rows may have gaps, others not. Raises OutOfMemory, DeviceFault."""
+        gets memory of its own. Host rows may have gaps, others not. Raises OutOfMemory, DeviceFault, and RecordError
+        for queries that lie in the memory of answers, which are written while they are read."""
         device = self.device
         if device.owns(rows):
-            return np.ascontiguousarray(rows) if isinstance(rows, np.ndarray) else rows
+            found = np.ascontiguousarray(rows) if isinstance(rows, np.ndarray) else rows
+            apart = address(found) - address(self._answers)
+            if what == "queries" and rows.size and -int(found.nbytes) < apart < int(self._answers.nbytes):
+                raise RecordError(f"{what} {found.shape} that lie among the answers of this workspace; copy them first")
+            return found
         room = self._waiting[what]
         if rows.size > room.size:
             room = device.alloc((rows.size,), _FLOAT)

@@ -201,10 +201,10 @@ class ResidentLayer(AttentionLayer):
         while they are uploaded.
 
         The bytes are uploaded now, where nobody reads; what is returned moves them, sets the counters and
-        cannot fail. Rows must not be written between: RecordError, nothing changed. A ring takes its aligned window of them, with padding in
-        place of rows before ``base`` that no query sees: going back to where one would is refused. Raises
-        RecordError for parts that do not fit or a window that starts before ``base``, CapacityExceeded,
-        OutOfMemory, DeviceFault; nothing changed."""
+        cannot fail. Rows must not be written between: RecordError, nothing changed. A ring takes its aligned window of
+        them, with padding in place of rows before ``base`` that no query sees: going back to where one would is
+        refused. Raises RecordError for parts that do not fit or a window that starts before ``base``,
+        CapacityExceeded, OutOfMemory, DeviceFault; nothing changed."""
         count = sum(map(len, keys))
         checks.same_length(self._name, range(count), range(sum(map(len, values))))
         checks.adopted_places(self._name, count, position, base, gapless, self.plan.window)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ SIDES = (
 )  # fmt: skip
 #: So many registers let three blocks of 128 threads share a processor. Bytes that a thread spills once are not felt.
 MOST_REGISTERS, MOST_SPILLED = 168, 16
+#: The most threads of a block, a product, and the kernel they are declared of.
+_BOUND = re.compile(r"__launch_bounds__\(([^,)]+)[^)]*\)\s*(\w+)\s*\(")
 KERNELS = Path(warmkv.kernels.__file__).resolve().parent
 
 
@@ -50,10 +54,11 @@ class Noting:
     """A launcher that notes what it is asked for."""
 
     def __init__(self) -> None:
-        self.asked: dict[Program, set[str]] = {}
+        self.asked: dict[Program, dict[str, int]] = {}
 
     def launch(self, program: Program, kernel: str, grid: Any, block: int, arguments: Any, *, shared: int = 0) -> None:
-        self.asked.setdefault(program, set()).add(kernel)
+        known = self.asked.setdefault(program, {})
+        known[kernel] = max(block, known.get(kernel, 0))
 
     def constant(self, values: Any) -> Any:
         return values
@@ -67,8 +72,9 @@ def plane(format_: RowFormat, size: int, *, keys: bool) -> ResidentPlane:
 
 
 @cache
-def asked() -> dict[Program, set[str]]:
-    """Programs, and kernels of them, that operations come to over planes of every format, of usual sizes and an odd one."""
+def asked() -> dict[Program, dict[str, int]]:
+    """Programs, and kernels of them with the most threads of a block, that operations come to over planes of every
+    format, of usual sizes and an odd one."""
     launcher = Noting()
     operations, counters = CudaOperations(launcher), Counters(np.zeros(1, np.int32), np.zeros(1, np.int32))
     for key_format, value_format, size in SIDES:
@@ -115,6 +121,18 @@ def test_every_source_and_every_kernel_is_in_use() -> None:
     assert there == {path for program in asked() for path in program.sources}
     used = {kernel for kernels in asked().values() for kernel in kernels}
     assert used == {kernel for path in there for kernel in source.kernels_of(source.read(path))}
+
+
+def test_blocks_are_no_larger_than_kernels_are_compiled_for() -> None:
+    """A GPU refuses such a launch; the host does not look."""
+    bounded = set()
+    for program, kernels in asked().items():
+        names = {"LANES": 32, **dict(program.defines)}
+        for bound, kernel in _BOUND.findall(source.joined(program)):
+            threads = prod(names.get(factor) or int(factor) for factor in re.findall(r"\w+", bound))
+            assert kernels.get(kernel, 0) <= threads <= 1024, (program, kernel)
+            bounded.add(kernel)
+    assert bounded == {"append", "decode", "attend", "merge"}
 
 
 @needs_nvrtc

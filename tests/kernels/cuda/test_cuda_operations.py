@@ -114,3 +114,49 @@ def test_rows_that_do_not_fit_are_refused_and_nothing_launched() -> None:
     for case in cases:
         with pytest.raises(KernelError):
             case()
+
+
+def test_what_a_device_would_trap_on_is_refused_and_nothing_launched() -> None:
+    """Views that begin 4 bytes too late, where rows are read 16 bytes at a time."""
+    operations, (keys, values), counters = CudaOperations(Deaf()), planes(), counted(4)
+    q, out = np.zeros((1, 4, 32), np.float32), np.zeros((1, 4, 64), np.float32)
+    scratch = late(operations.scratch_floats(4, 64, 8))
+    kept = np.zeros(2, np.int32)
+    off = replace(keys, data=late(keys.data.size // 4).view(np.uint8))
+    other = replace(values, data=late(values.data.size // 4).view(np.uint8))
+    fielded = replace(unwritten(RowFormat.Q8_2F, 2, 32, 8, keys=True), field=late(2, 32))
+    cases: list[Any] = [
+        lambda: operations.append(keys, late(2, 2, 32), counters),
+        lambda: operations.decode(keys, 0, 2, late(2, 2, 32)),
+        lambda: operations.attend_chunk(q, keys, values, counters, out=out, scratch=scratch, scale=1.0),
+        lambda: operations.merge(late(2, 4, 64), np.zeros((2, 4), np.float32), np.zeros((2, 4), np.float32), out[0]),
+        lambda: operations.gather(keys, kept, late(2 * keys.row_bytes).view(np.uint8)),
+        lambda: operations.append(off, np.zeros((2, 2, 32), np.float32), counters),
+        lambda: operations.decode(off, 0, 2, np.zeros((2, 2, 32), np.float32)),
+        lambda: operations.gather(off, kept, np.zeros(2 * keys.row_bytes, np.uint8)),
+        lambda: operations.attend_chunk(q, off, values, counters, out=out, scratch=np.zeros_like(scratch), scale=1.0),
+        lambda: operations.attend_chunk(q, keys, other, counters, out=out, scratch=np.zeros_like(scratch), scale=1.0),
+        lambda: operations.decode(fielded, 0, 2, np.zeros((2, 2, 32), np.float32)),
+    ]
+    for case in cases:
+        with pytest.raises(KernelError, match="no multiple of 16 bytes"):
+            case()
+
+
+def test_rows_of_odd_sizes_may_begin_anywhere(machine: Any) -> None:
+    plane, counters = moved(machine, unwritten(F16, 1, 5, 8, keys=True)), counted(0)
+    rows = some(4, 5, seed=3).reshape(4, 1, 5)
+    mirrors = Counters(machine.put(counters.length), machine.put(counters.base))
+    found = machine.put(np.full((3, 1, 5), np.nan, np.float32))
+    operations = CudaOperations(machine.launcher)
+    operations.append(plane, machine.put(rows)[1:], mirrors)
+    operations.decode(plane, 1, 3, found[1:])
+    np.testing.assert_array_equal(machine.get(found)[1:], rows[2:].astype(np.float16).astype(np.float32))
+
+
+def late(*shape: int) -> np.ndarray:
+    """float32 zeros that begin 4 bytes behind a multiple of 16."""
+    count = int(np.prod(shape))
+    room = np.zeros(count + 8, np.float32)
+    start = (-room.ctypes.data % 16 + 4) // 4
+    return room[start : start + count].reshape(shape)

@@ -201,6 +201,33 @@ def test_lanes_are_ordered_by_syncwarp_and_not_by_shuffles(order: str) -> None:
             run(source % between, out, order=order)
 
 
+@by_order
+@pytest.mark.parametrize("body, message", [
+    ("const int at = blockIdx.x * 32 + threadIdx.x; out[at] = out[95 - at];", "(reads|writes) what is (read|written) by another"),
+    ("out[threadIdx.x] = 1;", "writes what was written by another"),
+    ("if (!threadIdx.x) out[0] = 1; __syncthreads(); if (threadIdx.x == 1) out[0] = 2;", "writes what was written by another"),
+    ("((u8*)out)[3 * threadIdx.x] = 1; out[8 * (threadIdx.x / 8)] += 1;", "by another at byte"),
+], ids=["moved in place", "two blocks", "two blocks, each in order", "bytes of a word"])  # fmt: skip
+def test_threads_that_meet_in_an_array_are_a_race(order: str, body: str, message: str) -> None:
+    with pytest.raises(KernelError, match=message):
+        run(f'extern "C" __global__ void k(int* out) {{ {body} }}', ints(96), order=order, grid=3, block=32)
+
+
+@by_order
+def test_threads_of_a_block_may_meet_in_an_array_behind_a_barrier(order: str) -> None:
+    out = ints(96)
+    run("""extern "C" __global__ void k(int* out, int* count) {
+        int* const mine = out + 32 * blockIdx.x;
+        mine[threadIdx.x] = threadIdx.x;
+        __syncthreads();
+        const int sum = mine[threadIdx.x] + mine[31 - threadIdx.x];
+        __syncthreads();
+        mine[31 - threadIdx.x] = sum;
+        atomicAdd(count, 1);
+    }""", out, count := ints(1, 0), order=order, grid=3, block=32)  # fmt: skip
+    assert (out == 31).all() and count[0] == 96
+
+
 def test_syncwarp_does_not_order_warps() -> None:
     with pytest.raises(KernelError, match="no barrier between"):
         run(REVERSED.replace("__syncthreads", "__syncwarp"), ints(64), ints(64))

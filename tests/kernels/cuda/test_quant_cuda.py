@@ -270,12 +270,23 @@ def test_kept_rows_come_to_the_front_and_others_stay(
     np.testing.assert_array_equal(machine.get(plane.data), want)
 
 
+def test_rows_that_are_not_there_are_gathered_as_zeros(machine: Any) -> None:
+    """Only the device knows which rows are kept."""
+    data = np.arange(1, 4 * 8 + TAIL_PAD + 1).astype(np.uint8)
+    plane = plane_of(machine, RowFormat.F32, 1, 2, 4, keys=False, stored=data)
+    kept = np.array([1, 4, -1, 2**31 - 1], np.int32)
+    cuda.gather(machine.launcher, plane, machine.put(kept), machine.put(np.full(4 * 8, 7, np.uint8)))
+    want = data.copy()
+    want[:8], want[8:32] = data[8:16], 0
+    np.testing.assert_array_equal(machine.get(plane.data), want)
+
+
 def test_what_does_not_fit_a_plane_is_refused(machine: Any) -> None:
     plane, both = plane_of(machine, RowFormat.Q8_0, 2, 32, 4, keys=True), counters(machine, 0, 0)
     launcher, put = machine.launcher, machine.put
     fine = put(np.zeros((2, 2, 32), np.float32))
     for rows_ in (
-        fine.astype(np.float16),
+        put(np.zeros((2, 2, 32), np.float16)),
         put(np.zeros((2, 32), np.float32)),
         put(np.zeros((2, 1, 32), np.float32)),
         put(np.zeros((2, 2, 31), np.float32)),

@@ -758,6 +758,17 @@ def test_answers_lie_where_the_last_ones_did(host: HostDevice) -> None:
     assert np.shares_memory(first, second)
 
 
+def test_queries_that_lie_where_answers_go_are_refused(device: Device) -> None:
+    both = Both(device, plan_of(), 20)
+    both.append(5)
+    answers = both.layer.attend(brought(device, both.normal(HEADS, SIZE)))
+    before = device.download(answers)
+    for ask in (lambda: both.layer.attend(answers), lambda: both.layer.attend_chunk(answers.reshape(1, HEADS, SIZE))):
+        with pytest.raises(RecordError, match="among the answers"):
+            ask()
+    near(device.download(both.layer.attend(brought(device, before))), both.oracle.attend(before))
+
+
 @pytest.mark.parametrize("ringed", [False, True])
 def test_a_layer_takes_its_rows_and_twenty_bytes(host: HostDevice, ringed: bool) -> None:
     """The geometry of one of eight ranks: 136 + 96 bytes a token."""

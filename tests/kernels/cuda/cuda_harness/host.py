@@ -18,7 +18,7 @@ from warmkv.kernels.errors import KernelError
 #: The order in which threads of a block, and blocks, come to run.
 ORDERS = ("forward", "reverse", "shuffled")
 #: What a parameter is to the shim: bytes of a whole number, or one of these.
-POINTER, FLOAT = 0, ord("f")
+POINTER, WRITABLE, FLOAT = 0, ord("w"), ord("f")
 MOST_THREADS = 1024
 #: Of addresses that a device hands out.
 ALIGN = 256
@@ -30,7 +30,7 @@ _LIBRARIES: dict[Program, ctypes.CDLL] = {}
 class HostLauncher:
     """Runs programs in ``order``; ``edit`` changes joined sources before they are compiled, for tests that want
     to see a fault found. Raises KernelError for what a device would do silently: accesses outside of arrays, or
-    not aligned, races on shared memory, barriers that not all threads come to. Where there is no compiler, who asks
+    not aligned, races on shared memory and on arrays, barriers that not all threads come to. Where there is no compiler, who asks
     for one is skipped."""
 
     def __init__(self, order: str = "forward", *, seed: int = 0, edit: Callable[[str], str] | None = None) -> None:
@@ -59,7 +59,7 @@ class HostLauncher:
             addresses = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
             self.launches += 1
             sizes = (ctypes.c_longlong * 8)(*grid, block, shared, self.order, self.seed + self.launches, len(ranges))
-            spans = (ctypes.c_ulonglong * (2 * len(ranges) + 1))(*[end for pair in ranges for end in pair])
+            spans = (ctypes.c_ulonglong * (3 * len(ranges) + 1))(*[number for span in ranges for number in span])
             code.warmkv_launch.restype = ctypes.c_char_p
             said = code.warmkv_launch(run, addresses, sizes, spans)
         if said is not None:
@@ -86,22 +86,22 @@ def aligned(array: Any) -> Any:
     return placed
 
 
-def _passed(arguments: tuple[Any, ...], kinds: list[int], where: str) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Arguments as C has them, and first and last addresses of arrays. Raises KernelError where they are not what
-    the kernel takes."""
+def _passed(arguments: tuple[Any, ...], kinds: list[int], where: str) -> tuple[list[Any], list[tuple[int, int, int]]]:
+    """Arguments as C has them, and first and last addresses of arrays and whether they may be written. Raises
+    KernelError where they are not what the kernel takes."""
     if len(arguments) != len(kinds):
         raise KernelError(f"{where}: {len(arguments)} arguments, expected {len(kinds)}")
     values: list[Any] = []
     ranges = []
     for number, (argument, kind) in enumerate(zip(arguments, kinds, strict=True)):
         if argument is None or isinstance(argument, np.ndarray):
-            fits = kind == POINTER
+            fits = kind in (POINTER, WRITABLE)
             start = 0 if argument is None else argument.ctypes.data
             values.append(ctypes.c_void_p(start))
             if argument is not None:
                 if not argument.flags.c_contiguous:
                     raise KernelError(f"{where}: argument {number} is not contiguous")
-                ranges.append((start, start + argument.nbytes))
+                ranges.append((start, start + argument.nbytes, int(kind == WRITABLE)))
         elif isinstance(argument, np.float32):
             fits = kind == FLOAT
             values.append(ctypes.c_float(float(argument)))

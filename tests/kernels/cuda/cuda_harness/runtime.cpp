@@ -3,8 +3,8 @@
 // A fiber runs until it waits: for its block (__syncthreads) or for lanes of its warp (__syncwarp, shuffles). Which
 // runs next is the launch's order. Sources are compiled with -fsanitize=thread, whose callbacks (__tsan_*) are
 // defined here: an access outside the launch's arrays, a wide access that is not aligned, and two accesses of
-// different threads to a byte of shared memory, one of them a write, with no barrier between them, end the launch
-// with a message.
+// different threads to a byte of shared memory or of an array, one of them a write, with no barrier between them,
+// end the launch with a message. Nothing orders blocks.
 #include <csetjmp>
 #include <cstdarg>
 #include <cstdint>
@@ -50,7 +50,14 @@ struct Fiber {
     unsigned long long value;
 };
 
-struct Range { uintptr_t start, end; };
+// Of a byte of an array that a kernel may write: threads of the launch, counted from 1, and blocks.
+struct Mark {
+    uint32_t writer, writer_block, write_epoch, reader, reader_block, read_epoch;
+};
+struct Range {
+    uintptr_t start, end;
+    Mark* marks;
+};
 
 Fiber fibers[MOST_THREADS];
 unsigned char* stacks;
@@ -194,20 +201,58 @@ void touch(size_t at, size_t bytes, bool writes) {
     }
 }
 
+// -- arrays that are written: the same, but that there are other blocks -----------------------------------------------
+
+constexpr uint32_t MANY = ~0u;
+uint32_t block_number;
+
+// Whether what this thread does comes behind what another did.
+bool behind(uint32_t other, uint32_t block, uint32_t when, uint32_t me) {
+    return !other || other == me || (block == block_number && when != epoch);
+}
+
+void mark(const Range& range, uintptr_t at, size_t bytes, bool writes) {
+    const uint32_t me = block_number * (uint32_t)threads + (uint32_t)current + 1;
+    for (uintptr_t byte = at; byte < at + bytes; ++byte) {
+        Mark& found = range.marks[byte - range.start];
+        const char* what = nullptr;
+        if (!behind(found.writer, found.writer_block, found.write_epoch, me))
+            what = writes ? "writes what was written by" : "reads what is written by";
+        else if (writes && !behind(found.reader, found.reader_block, found.read_epoch, me))
+            what = "writes what is read by";
+        if (what) {
+            note("thread %d %s another at byte %zu of array %d, with no barrier between them", current, what,
+                 (size_t)(byte - range.start), (int)(&range - ranges));
+            leave();
+        }
+        if (writes) {
+            found.writer = me, found.writer_block = block_number, found.write_epoch = epoch;
+        } else if (behind(found.reader, found.reader_block, found.read_epoch, me)) {
+            found.reader = me, found.reader_block = block_number, found.read_epoch = epoch;
+        } else {
+            found.reader = MANY, found.read_epoch = epoch;
+            if (found.reader_block != block_number) found.reader_block = MANY;
+        }
+    }
+}
+
 // -- every access ---------------------------------------------------------------------------------------------
 
 bool within(uintptr_t at, size_t bytes, uintptr_t start, uintptr_t end) { return at >= start && at + bytes <= end; }
 
-void access(const void* address, size_t bytes, bool writes, bool shared_counts = true) {
+void access(const void* address, size_t bytes, bool writes, bool counts = true) {
     const uintptr_t at = (uintptr_t)address;
-    if (range_count && within(at, bytes, ranges[last_range].start, ranges[last_range].end)) return;
+    if (range_count && within(at, bytes, ranges[last_range].start, ranges[last_range].end)) {
+        if (ranges[last_range].marks && counts) mark(ranges[last_range], at, bytes, writes);
+        return;
+    }
     const uintptr_t shared = (uintptr_t)__start_warmkv_shared, dynamic = (uintptr_t)warmkv_dynamic;
     if (within(at, bytes, shared, shared + static_bytes)) {
-        if (shared_counts) touch(at - shared, bytes, writes);
+        if (counts) touch(at - shared, bytes, writes);
         return;
     }
     if (within(at, bytes, dynamic, dynamic + dynamic_bytes)) {
-        if (shared_counts) touch(static_bytes + at - dynamic, bytes, writes);
+        if (counts) touch(static_bytes + at - dynamic, bytes, writes);
         return;
     }
     if (within(at, bytes, (uintptr_t)stacks + STACK * current, (uintptr_t)stacks + STACK * (current + 1))) return;
@@ -215,6 +260,7 @@ void access(const void* address, size_t bytes, bool writes, bool shared_counts =
     for (int i = 0; i < range_count; ++i)
         if (within(at, bytes, ranges[i].start, ranges[i].end)) {
             last_range = i;
+            if (ranges[i].marks && counts) mark(ranges[i], at, bytes, writes);
             return;
         }
     long long off = 0;
@@ -417,7 +463,8 @@ void __tsan_write_range(void* at, unsigned long bytes) { access(at, bytes, true)
 }
 
 // Runs `run` over a grid. `sizes` are grid x, y, z, threads a block, bytes of dynamic shared memory, order, seed and
-// the number of arrays, whose first and last addresses are `arrays`. Returns null, or what went wrong.
+// the number of arrays, whose first and last addresses are `arrays`, each pair before whether it may be written.
+// Returns null, or what went wrong.
 VISIBLE const char* warmkv_launch(void (*run)(void**), void** given, const long long* sizes, const unsigned long long* arrays) {
     if (!stacks) {
         void* const got = mmap(nullptr, STACK * MOST_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -432,7 +479,10 @@ VISIBLE const char* warmkv_launch(void (*run)(void**), void** given, const long 
     const int order = (int)sizes[5];
     random_state = (uint64_t)sizes[6] * 0x9e3779b97f4a7c15ull | 1;
     range_count = (int)sizes[7], last_range = 0;
-    for (int i = 0; i < range_count; ++i) ranges[i] = {(uintptr_t)arrays[2 * i], (uintptr_t)arrays[2 * i + 1]};
+    for (int i = 0; i < range_count; ++i) {
+        const uintptr_t start = (uintptr_t)arrays[3 * i], end = (uintptr_t)arrays[3 * i + 1];
+        ranges[i] = {start, end, arrays[3 * i + 2] ? (Mark*)calloc(end - start + 1, sizeof(Mark)) : nullptr};
+    }
     static_bytes = (size_t)(__stop_warmkv_shared - __start_warmkv_shared), dynamic_bytes = (size_t)sizes[4];
     if (cell_count < static_bytes + dynamic_bytes) {
         free(cells);
@@ -445,9 +495,11 @@ VISIBLE const char* warmkv_launch(void (*run)(void**), void** given, const long 
     const long long start = order == SHUFFLED ? (long long)(drawn() % (uint64_t)blocks) : 0;
     for (long long number = 0; number < blocks && !failed; ++number) {
         const long long block = order == REVERSE ? blocks - 1 - number : (number + start) % blocks;
+        block_number = (uint32_t)block;
         warmkv_block = {(unsigned)(block % sizes[0]), (unsigned)(block / sizes[0] % sizes[1]), (unsigned)(block / sizes[0] / sizes[1])};
         run_block(order);
     }
+    for (int i = 0; i < range_count; ++i) free(ranges[i].marks);
     free(warmkv_dynamic);
     warmkv_dynamic = nullptr;
     return failed ? failure : nullptr;

@@ -164,7 +164,8 @@ inline unsigned atomicInc(unsigned* at, unsigned most) { return warmkv_exchange(
 // -- kernels by name ------------------------------------------------------------------------------------------
 
 template <class T> struct warmkv_kind { static constexpr int value = sizeof(T); };
-template <class T> struct warmkv_kind<T*> { static constexpr int value = 0; };
+template <class T> struct warmkv_kind<T*> { static constexpr int value = 'w'; };
+template <class T> struct warmkv_kind<const T*> { static constexpr int value = 0; };
 template <> struct warmkv_kind<float> { static constexpr int value = 'f'; };
 template <int... I> struct warmkv_numbers {};
 
