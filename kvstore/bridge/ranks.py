@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from warmkv.kvstore.bridge.restoring import prepare
+from warmkv.kvstore.bridge.restoring import is_short, prepare
 from warmkv.kvstore.bridge.saving import records_of
 from warmkv.kvstore.bridge.specs import layer_specs
 from warmkv.kvstore.live.plan import ModelPlan
@@ -31,9 +31,9 @@ def rank_identity(identity: Identity, plan: ModelPlan, rank: int, world: int) ->
     return replace(identity, layers=layers, topology=replace(identity.topology, rank=rank, world=world))
 
 
-def rank_identities(identity: Identity, cache: RankedCache) -> tuple[Identity, ...]:
-    """`rank_identity` of all ranks of ``cache``."""
-    return tuple(rank_identity(identity, cache.plan, rank, cache.world) for rank in range(cache.world))
+def rank_identities(identity: Identity, cache: RankedCache, *, saved_as: ModelPlan | None = None) -> tuple[Identity, ...]:
+    """`rank_identity` of all ranks of ``cache``, as caches of its plan are saved, or of the plan ``saved_as``."""
+    return tuple(rank_identity(identity, saved_as or cache.plan, rank, cache.world) for rank in range(cache.world))
 
 
 def usable_over_ranks(verbs: Verbs, identities: Sequence[Identity], ids: TokensLike, *, lineage: Lineage = CLEAN) -> int:
@@ -52,22 +52,28 @@ def usable_over_ranks(verbs: Verbs, identities: Sequence[Identity], ids: TokensL
 
 
 def restore_ranks(
-    cache: RankedCache, verbs: Verbs, identity: Identity, ids: TokensLike, *, lineage: Lineage = CLEAN, convert: bool = False
+    cache: RankedCache, verbs: Verbs, identity: Identity, ids: TokensLike, *, lineage: Lineage = CLEAN,
+    saved_as: ModelPlan | None = None,
 ) -> int:  # fmt: skip
     """Replace all that ``cache`` holds by the longest prefix of ``ids`` that every rank has, of a model whose own
-    identity is ``identity``; ``convert`` as in `restore_into`. Returns how many tokens that is; 0 is a miss, with the
-    cache untouched.
+    identity is ``identity``. Rows that were saved by caches of a plan of other formats, ``saved_as``, are written anew,
+    as `restore_into` converts them. Returns how many tokens that is; 0 is a miss, with the cache untouched.
 
-    Rows of all ranks are uploaded before one rank changes. Raises TransactionError while a transaction is open, and
-    as `restore_into`, the cache untouched; DeviceFault with every rank empty where rows cannot be put in place."""
+    Rows of all ranks are uploaded before one rank changes, and all have one lineage then. Raises TransactionError while
+    a transaction is open, and as `restore_into`, the cache untouched, but for logits that were parked; DeviceFault with
+    every rank empty where rows cannot be put in place."""
     cache.require_quiescent("a restore")
     tokens = as_tokens(ids)
-    identities = rank_identities(identity, cache)
+    identities = rank_identities(identity, cache, saved_as=saved_as)
     with ExitStack() as leases:
         found = _agreed(verbs, identities, tokens, lineage, leases)
         if not found:
             return 0
-        changes = [prepare(own, restored, convert=convert) for own, restored in zip(cache.caches, found, strict=True)]
+        # What is short on one rank is gone on with on all: together they are one sequence.
+        short, convert = any(map(is_short, found)), saved_as is not None
+        changes = [
+            prepare(own, restored, convert=convert, short=short) for own, restored in zip(cache.caches, found, strict=True)
+        ]
         ready = [change for change in changes if change is not None]
         if len(ready) < len(changes):
             return 0

@@ -71,11 +71,12 @@ def on_prefix(cache: ModelCache, restored: Restored) -> int:
 
 
 def prepare(
-    cache: ModelCache, restored: Restored, *, convert: bool = False, mapped: bool = False
+    cache: ModelCache, restored: Restored, *, convert: bool = False, mapped: bool = False, short: bool = False
 ) -> Callable[[], int] | None:  # fmt: skip
     """Everything of `restore_into` that may fail, None for a miss: for who changes several caches or none. Calling
     what is returned does the rest and gives the number of tokens; the cache must not change between, but for the one
-    thing that is seen at once: nothing is parked any more where logits came back."""
+    thing that is seen at once: nothing is parked any more where logits came back. ``short``: what is restored for
+    another of the caches `is_short`, whatever this is."""
     if not restored:
         return None
     layers, position = restored.match.identity.layers, restored.usable
@@ -92,7 +93,7 @@ def prepare(
     except MemoryError as exc:
         requested = _bytes(restored)
         raise OutOfMemory(f"{requested} bytes for the state of {position} tokens could not be had", requested) from exc
-    resumed = _resumed(cache, restored)
+    resumed = _resumed(cache, restored, short or is_short(restored))
     lineage, offset = _converted(cache, layers, position, resumed), shift_offset_of(restored)
     logits = restored.logits if lineage == resumed else None
     park = None if logits is None else cache.prepare_logits(np.asarray(logits, np.float32).reshape(-1))
@@ -167,14 +168,19 @@ def _without_formats(spec: LayerSpec) -> LayerSpec:
     )
 
 
-def _resumed(cache: ModelCache, restored: Restored) -> Lineage:
-    """The lineage of a cache that goes on where it was restored. Short of more tokens that agree, and maybe short
-    of where the rows were shifted: what it computes for those tokens is then not what is stored for them, and
-    must not pass for it. An anchor of shifted rows lies behind the shift."""
+def is_short(restored: Restored) -> bool:
+    """Whether more is stored behind what was restored, of these ids or of others that part from them there, so that
+    it may end short of where its rows were shifted or written anew. An anchor of shifted rows lies behind the shift."""
+    found = restored.match
+    return (found.usable < found.matched or found.first_difference is not None) and shift_offset_of(restored) == 0
+
+
+def _resumed(cache: ModelCache, restored: Restored, short: bool) -> Lineage:
+    """The lineage of a cache that goes on where it was restored. Where that is ``short``, what it computes for the
+    tokens that come is not what is stored for them, or will be, by who had all: it must not pass for it."""
     lineage, layers = restored.match.lineage, restored.match.identity.layers
-    whole = restored.usable == restored.matched or shift_offset_of(restored) != 0
     shiftable = all(isinstance(layer, (AttentionLayer, ConvLayer)) for layer in cache.own)
-    if lineage == CLEAN or whole or not shiftable or any(spec.kind == LayerKind.SPARSE for spec in layers):
+    if lineage == CLEAN or not short or not shiftable or any(spec.kind == LayerKind.SPARSE for spec in layers):
         return lineage
     return lineages.rewound(lineage, restored.usable)
 

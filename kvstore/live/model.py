@@ -182,13 +182,17 @@ class ModelCache:
 
     def truncate_last(self, count: int) -> None:
         """Forget the newest ``count`` positions of every layer. Raises RecordError or CannotRewind where
-        one layer cannot, and then none has.
+        one layer cannot, and RecordError for layers at different positions, as a step that failed half-way leaves
+        them (`checkpoint.rollback` and `clear` mend that); then none has.
 
         The lineage changes where something stays that forgotten tokens decided: an eviction or a shift at a later
         position (the rows between were first computed with what it gave up), or a field fixed from rows
         that are gone."""
         for layer in self.own:
             layer.check_truncate(count)
+        positions = {layer.index: layer.position for layer in self.own}
+        if count and len(set(positions.values())) > 1:
+            raise RecordError(f"{count} positions to forget of layers at different ones: {positions} by layer")
         before = self.lineage
         apply_all([truncation(layer, count) for layer in self.own])
         if count:

@@ -14,6 +14,7 @@ from typing import Union
 import numpy as np
 
 from warmkv.kernels.dispatch import Kernels
+from warmkv.kvstore.live.admission import Beside, stage_spans
 from warmkv.kvstore.live.devices.base import Device, DeviceArray
 from warmkv.kvstore.live.devices.workspace import Workspace
 from warmkv.kvstore.live.geometry import ModelGeometry, layer_geometry
@@ -22,6 +23,7 @@ from warmkv.kvstore.live.layers.resident_recurrent import ResidentRecurrentLayer
 from warmkv.kvstore.live.plan import LayerPlan, ModelPlan
 from warmkv.kvstore.live.residence import Residence
 from warmkv.kvstore.live.rings import Ring, ring_rows
+from warmkv.schema.errors import RecordError
 from warmkv.schema.identity import LayerKind
 
 ResidentLayers = Union[ResidentLayer, ResidentRecurrentLayer]
@@ -63,6 +65,17 @@ def bytes_by_device(plan: ModelPlan, residence: Residence) -> tuple[tuple[Device
         own = ModelGeometry(tuple(layer_geometry(layer, residence.capacity, rings=residence.rings) for layer in layers))
         found.append((device, own.allocated_bytes + Workspace.bytes_of(device, layers, residence.capacity)))
     return tuple(found)
+
+
+def working_bytes(plan: ModelPlan, devices: Sequence[Device], cuts: Sequence[int] = ()) -> Beside:
+    """The ``beside`` of `admission.admit`: what kernels work in on the ``devices`` of its stages. A device of several
+    stages has one workspace and is counted in each. Raises RecordError as `stage_spans`, or for as many devices
+    as there are no stages."""
+    spans = stage_spans(plan, cuts)
+    if len(devices) != len(spans):
+        raise RecordError(f"{len(devices)} devices, expected one for each of {len(spans)} stages")
+    parts = [plan.layers[first:last] for first, last in spans]
+    return lambda stage, tokens: Workspace.bytes_of(devices[stage], parts[stage], tokens)
 
 
 def make_parts(plan: ModelPlan, residence: Residence, kernels: Kernels) -> tuple[DevicePart, ...]:

@@ -41,6 +41,8 @@ class Residence:
     def __post_init__(self) -> None:
         if not isinstance(self.devices, tuple) or not self.devices:
             raise RecordError(f"devices are {self.devices!r}, expected a tuple of at least one")
+        if any(isinstance(device, str) for device in self.devices):
+            raise RecordError(f"devices are {self.devices!r}, expected what `open_device` makes of such names")
         if not _whole(self.capacity) or not 1 <= self.capacity <= MAX_LENGTH:
             raise RecordError(f"room for {self.capacity!r} rows, expected 1 to {MAX_LENGTH}")
         if not isinstance(self.cuts, tuple) or len(self.cuts) != len(self.devices) - 1:

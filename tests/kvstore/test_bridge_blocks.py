@@ -249,3 +249,25 @@ def test_rows_of_a_segment_are_those_of_a_plane_packed() -> None:
     layer = attention(cache)
     packed = pack([layer.values.blocks(head) for head in range(2)], RowFormat.Q4_0, 64, keys=False)
     assert packed.tobytes() == records_of(cache, 33)[0].planes[1].rows.tobytes() and packed.shape == (33, 2 * 2 * 18)
+
+
+@pytest.mark.parametrize("position", [1, 30, LENGTH - 1, LENGTH])
+@pytest.mark.parametrize("parting", [True, False])
+def test_short_of_where_rows_were_written_anew_is_another_lineage(store: Store, position: int, parting: bool) -> None:
+    """Though nobody stored the tokens that were asked for: who then takes those that are stored computes them from
+    rows of one format, and must not pass for who wrote them in another first."""
+    plan, ids = one("f32"), prompt(LENGTH + 9)
+    cache, used = made(plan), made(plan)
+    with stored(store, one("f16")) as restored:
+        assert restore_into(cache, restored, convert=True) == LENGTH
+    save(store, identity_of(plan), ids[:LENGTH], cache)
+    told = []
+    for longer in (False, True):
+        if longer:
+            fill(cache, 9)
+            save(store, identity_of(plan), ids, cache)
+        query = [*ids[:position].tolist(), 60_000 if parting else int(ids[position])]
+        with store.restore(identity_of(plan), query, lineage=cache.lineage) as restored:
+            assert restore_into(used, restored) == position
+        told.append(used.lineage == cache.lineage)
+    assert told == [position == LENGTH, False]

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from warmkv.kernels.formats import RowFormat
-from warmkv.kvstore.bridge import records_of
+from warmkv.kvstore.bridge import records_of, restore_into
 from warmkv.kvstore.bridge.ranks import rank_identities, rank_identity, restore_ranks, save_ranks, usable_over_ranks
+from warmkv.kvstore.live import lineage as lineages
 from warmkv.kvstore.live.devices.host import HostDevice
 from warmkv.kvstore.live.layers.resident import ResidentLayer
 from warmkv.kvstore.live.layers.resident_recurrent import ResidentRecurrentLayer
+from warmkv.kvstore.live.model import ModelCache
 from warmkv.kvstore.live.plan import ConvPlan, LayerPlan, ModelPlan
 from warmkv.kvstore.live.ranks import RankedCache
 from warmkv.kvstore.live.residence import Residence
@@ -23,6 +25,7 @@ from warmkv.kvstore.store import Store, open_store
 from warmkv.kvstore.testing.live import contents, identity_of, prompt
 from warmkv.schema.errors import CapacityExceeded, DeviceFault, RecordError, TransactionError
 from warmkv.schema.identity import LayerKind, Topology
+from warmkv.schema.records import CLEAN
 
 WORLD = 2
 FULL = LayerPlan(
@@ -226,3 +229,57 @@ def test_refusals_leave_the_cache_alone(store: Store) -> None:
         restore_ranks(small, store, identity_of(plan), ids)
     with pytest.raises(TransactionError):
         save_ranks(small, store, identity_of(plan), ids[:7])
+
+
+def f16(plan: ModelPlan) -> ModelPlan:
+    formats = {"key_format": RowFormat.F16, "value_format": RowFormat.F16}
+    return replace(plan, layers=tuple(replace(layer, **formats) if layer.kv_heads else layer for layer in plan.layers))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_rows_that_ranks_saved_in_other_formats_are_written_anew(name: str, store: Store) -> None:
+    plan, ids = PLANS[name], prompt(60)
+    other = f16(plan)
+    source = cache_of(other)
+    run(source, ids[:40])
+    save_ranks(source, store, identity_of(other), ids[:40])
+    again = cache_of(plan)
+    assert restore_ranks(again, store, identity_of(plan), ids) == 0
+    assert restore_ranks(again, store, identity_of(plan), ids, saved_as=other) == 40 == again.committed
+    assert len({own.lineage for own in again.caches} - {CLEAN}) == 1
+    assert restore_ranks(source, store, identity_of(other), ids, saved_as=other) == 40
+    assert {own.lineage for own in source.caches} == {CLEAN}
+    for rank, own in enumerate(again.caches):
+        alone = ModelCache(own.plan, backend="reference")
+        with store.restore(rank_identity(identity_of(other), other, rank, WORLD), ids) as restored:
+            assert restore_into(alone, restored, convert=True) == 40
+        assert contents(own) == contents(alone) and own.lineage == alone.lineage
+    run(again, ids)
+    lineage = again.caches[0].lineage
+    save_ranks(again, store, identity_of(plan), ids)
+    assert restore_ranks(source, store, identity_of(other), np.append(ids, 1), lineage=lineage) == 0
+    fresh = cache_of(plan)
+    assert restore_ranks(fresh, store, identity_of(plan), np.append(ids, 1), lineage=lineage) == 60
+    assert held(fresh) == held(again) and {own.lineage for own in fresh.caches} == {lineage}
+
+
+def test_ranks_go_on_under_one_lineage_though_only_one_had_more(store: Store) -> None:
+    """Else what that rank had would be found beside what the others computed otherwise."""
+    plan, ids = ModelPlan((FULL, FULL)), prompt(60)
+    other = f16(plan)
+    source, whole = cache_of(other), cache_of(plan)
+    run(source, ids[:50])
+    save_ranks(source, store, identity_of(other), ids[:50])
+    assert restore_ranks(whole, store, identity_of(plan), ids, saved_as=other) == 50
+    lineage = whole.caches[0].lineage
+    shorter = cache_of(plan)
+    run(shorter, ids[:30])
+    for rank, length in enumerate((50, 30)):
+        own, name = (whole if length == 50 else shorter).caches[rank], rank_identity(identity_of(plan), plan, rank, WORLD)
+        assert store.save(name, ids[:length], records_of(own, length), lineage=lineage).stored
+    again = cache_of(plan)
+    assert restore_ranks(again, store, identity_of(plan), ids, lineage=lineage) == 30
+    assert {own.lineage for own in again.caches} == {lineages.rewound(lineage, 30)}
+    run(again, ids)
+    save_ranks(again, store, identity_of(plan), ids)
+    assert restore_ranks(cache_of(plan), store, identity_of(plan), ids, lineage=lineage) == 30

@@ -19,7 +19,7 @@ def open_device(name: str) -> Device:
     device in its place."""
     if name == "cpu":
         return HostDevice()
-    found = _CUDA.fullmatch(name)
+    found = _CUDA.fullmatch(name) if isinstance(name, str) else None
     if found is None:
         raise DeviceMissing(f"no device is called {name!r}; expected 'cpu', 'cuda' or 'cuda:N'")
     from warmkv.kvstore.live.devices.cupy_device import CupyDevice

@@ -96,7 +96,8 @@ class Workspace:
         CapacityExceeded for more than was planned."""
         count = int(np.prod(shape))
         if count > self.needs.answers:
-            raise CapacityExceeded(f"answers of {shape}: {count} numbers, the workspace has room for {self.needs.answers}")
+            most = self.needs.answers // max(1, int(np.prod(shape[1:])))
+            raise CapacityExceeded(f"answers of {shape}: the workspace has room for {most} queries at once; ask for fewer")
         return self._answers[:count].reshape(shape)
 
     def brought(self, rows: F32 | DeviceArray, what: str) -> DeviceArray:

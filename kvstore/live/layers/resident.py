@@ -116,8 +116,6 @@ class ResidentLayer(AttentionLayer):
         plan = None
         if self.ring is not None:
             plan = self._append_plan(self.ring, count)
-        if isinstance(plan, Rebase):
-            self._check_fixed(f"{count} rows more")
         for plane in (self.keys, self.values):
             plane.reserve(count if plan is None else 0)
         rows = self.workspace.brought(k, "keys"), self.workspace.brought(v, "values")
@@ -138,7 +136,7 @@ class ResidentLayer(AttentionLayer):
             return
         if new_base < self.base:
             raise CannotRewind(f"{self._name}: a base of {new_base}, held are rows from {self.base} on")
-        self._check_fixed(f"a base of {new_base}")
+        self._check_fixed(new_base)
         gone = new_base - self.base
         self._planes.keep_newest(self.rows - gone, new_base)
         self.ring = self.ring.rebased(new_base)
@@ -304,7 +302,11 @@ class ResidentLayer(AttentionLayer):
         try:
             return ring.append_plan(length, retain_from(length, window, ring.base), count)
         except CapacityExceeded:
+            pass
+        try:
             return ring.append_plan(length, max(view_start(length, window), ring.base), count)
+        except CapacityExceeded as exc:
+            raise CapacityExceeded(f"{self._name}: {exc}") from exc
 
     def _start(self, position: int, base: int, unfixed: bool) -> int:
         """The first of the positions from ``base`` on that is taken: all of them while a field, ``unfixed``, is still to
@@ -313,12 +315,12 @@ class ResidentLayer(AttentionLayer):
             return base
         return max(base, view_start(position, self.plan.window))
 
-    def _check_fixed(self, what: str) -> None:
+    def _check_fixed(self, new_base: int) -> None:
         """Raises CapacityExceeded where rows would be given up from which a field is to be fixed."""
         if self._planes.open:
             raise CapacityExceeded(
-                f"{self._name}: {what} behind {self.rows} would take {self.ring} to give up rows, of which the first "
-                f"{WARMUP_ROWS} fix a field; append these first"
+                f"{self._name}: rows before position {new_base} would have to go from {self.ring}, and the first {WARMUP_ROWS} "
+                f"rows, of which there are {self.rows}, fix a field; append these first"
             )
 
     def check_append(self, k: F32 | DeviceArray, v: F32 | DeviceArray) -> None:

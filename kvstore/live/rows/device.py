@@ -106,7 +106,7 @@ class DeviceRows:
         self._count += rows.shape[0]
 
     def encode(self, rows: F32) -> Encoded:
-        return self._host.encode(rows)
+        return self._host.encode(rows, first=self._count)
 
     def write(self, encoded: Encoded) -> None:
         self._upload([packed_of(encoded, self._host)])

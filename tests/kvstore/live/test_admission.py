@@ -14,6 +14,8 @@ from warmkv.kernels.resident.host import HostOperations
 from warmkv.kvstore.live.admission import admit, stage_spans
 from warmkv.kvstore.live.devices.host import HostDevice
 from warmkv.kvstore.live.geometry import model_geometry
+from warmkv.kvstore.live.model import ModelCache
+from warmkv.kvstore.live.parts import working_bytes
 from warmkv.kvstore.live.plan import ConvPlan, LayerPlan, ModelPlan
 from warmkv.kvstore.live.residence import Residence
 from warmkv.kvstore.live.rings import MAX_LENGTH
@@ -91,6 +93,19 @@ def test_what_kernels_work_in_is_counted() -> None:
     found = admit(ModelPlan((FULL, FULL)), [TOKEN * 50 + 20 + 1000, (TOKEN + 1) * 50 + 20 + 1000], 50, cuts=(1,), beside=beside)
     assert found.fits and [stage.max_tokens for stage in found.stages] == [50, 50]
     assert {stage for stage, _ in asked} == {0, 1}
+
+
+@pytest.mark.parametrize("cuts", [(), (2,)])
+def test_what_was_admitted_beside_the_working_memory_is_what_a_cache_takes(cuts: tuple[int, ...]) -> None:
+    plan = ModelPlan((FULL, NEAR, LINEAR, NEAR, FULL), mtp=1)
+    devices = tuple(HostDevice() for _ in range(len(cuts) + 1))
+    beside = working_bytes(plan, devices, cuts)
+    found = admit(plan, [1 << 30] * len(devices), 6000, cuts=cuts, rings=True, beside=beside)
+    cache = ModelCache(plan, residence=Residence(devices, 6000, cuts, rings=True))
+    assert [stage.needed_bytes for stage in found.stages] == [part.allocated_bytes for part in cache.parts]
+    assert [part.allocated_bytes for part in cache.parts] == [device.allocated_bytes for device in devices]
+    with pytest.raises(RecordError, match="expected one for each of"):
+        working_bytes(plan, devices[1:], cuts)
 
 
 def test_eight_ranks_of_step_fit_their_exact_bytes() -> None:

@@ -7,6 +7,7 @@ import gc
 import sys
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -366,8 +367,8 @@ def test_the_host_is_opened_by_its_name() -> None:
     assert open_device("cpu") is not device
 
 
-@pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "CUDA", "cuda:0 ", "cpu:0", "cuda:99999"])
-def test_names_that_mean_nothing_are_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "CUDA", "cuda:0 ", "cpu:0", "cuda:99999", None, 0])
+def test_names_that_mean_nothing_are_refused(name: Any) -> None:
     with pytest.raises(DeviceMissing, match="no device is called"):
         open_device(name)
 

@@ -13,6 +13,7 @@ from naive_cache import start_on_prefix
 
 from warmkv.kernels.formats import RowFormat
 from warmkv.kvstore.live import lineage
+from warmkv.kvstore.live.checkpoint import checkpoint, rollback
 from warmkv.kvstore.live.evict import Mass, Policy, Recent
 from warmkv.kvstore.live.layers.attention import AttentionLayer
 from warmkv.kvstore.live.layers.bounded import BoundedLayer
@@ -285,6 +286,20 @@ def test_layers_are_all_asked_before_one_is_taken_back(last: LayerPlan, count: i
     assert dump_all(cache) == before
     cache.truncate_last(0)
     assert cache.position == 9
+
+
+def test_layers_that_a_failed_step_left_apart_are_not_taken_back_together() -> None:
+    cache = cache_of(FULL, SLIDING)
+    feed(cache, 9)
+    taken = checkpoint(cache)
+    full = cache.layers[0]
+    assert isinstance(full, AttentionLayer)
+    full.append(np.ones((1, 1, 4), np.float32), np.ones((1, 1, 4), np.float32))
+    with pytest.raises(RecordError, match="of layers at different ones"):
+        cache.truncate_last(1)
+    assert [layer.position for layer in cache.own] == [10, 9]
+    rollback(cache, taken, 0)
+    assert [layer.position for layer in cache.own] == [9, 9]
 
 
 @pytest.mark.parametrize("count", [1.5, 2.0, "1", None])

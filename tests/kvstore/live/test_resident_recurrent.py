@@ -282,3 +282,21 @@ def test_a_state_that_was_half_written_over_is_not_handed_out(plan: LayerPlan, m
             layer.clear()
             assert held(layer) == held(ResidentRecurrentLayer(plan, device=device))
             update(layer, 1, kept_at)
+
+
+def test_a_convolution_that_may_be_half_written_over_is_not_handed_out() -> None:
+    device = FailingDevice()
+    layer = ResidentRecurrentLayer(DELTA, device=device)
+    update(layer, 1, 3)
+    before = held(layer)
+    device.fail("upload", 0)
+    with pytest.raises(DeviceFault, match="told to"):
+        update(layer, 2)
+    device.heal()
+    assert held(layer) == before  # only the spare was to be written
+    device.fail("upload", 1)
+    with pytest.raises(DeviceFault, match="told to"):
+        update(layer, 2)
+    device.heal()
+    with pytest.raises(DeviceFault, match="clear or restore"):
+        layer.taken()
