@@ -140,7 +140,9 @@ class Ring:
             return Contiguous(used % self.rows)
         keep = length - retain
         if keep + count > self.rows:
-            raise CapacityExceeded(f"{self._where}: {keep} rows to be kept and {count} new ones, expected at most {self.rows - keep}")
+            raise CapacityExceeded(
+                f"{self._where}: {keep} rows to be kept and {count} new ones, expected at most {self.rows - keep}"
+            )
         return Rebase(retain - self.base, keep, retain, keep)
 
     def rebased(self, new_base: int) -> Ring:

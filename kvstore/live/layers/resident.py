@@ -124,6 +124,34 @@ class ResidentLayer(AttentionLayer):
         self._planes.settle()
         self._store(*rows)
 
+    def prepare_captured(self, count: int) -> None:
+        """Make room for ``count`` rows that captured launches will append one after the other: they find their
+        place by the counters and ask nobody. A ring gives up rows for all of them now. Raises CapacityExceeded,
+        RecordError while a field is open, which only `append` fixes, DeviceFault as `append`."""
+        check_count("rows", count)
+        if self._planes.open:
+            raise RecordError(f"{self._name}: {count} rows of captured launches while the field is open; append those before it")
+        plan = None if self.ring is None else self._append_plan(self.ring, count)
+        for plane in (self.keys, self.values):
+            plane.reserve(count if plan is None else 0)
+        if isinstance(plan, Rebase):
+            self.rebase(plan.new_base)
+        self._planes.settle()
+
+    def check_captured(self, count: int) -> None:
+        """Raise what `ran_captured` would, changing nothing."""
+        check_count("rows", count)
+        self._planes.require_whole()
+        for plane in (self.keys, self.values):
+            plane.reserve(count)
+
+    def ran_captured(self, count: int) -> None:
+        """Captured launches appended ``count`` rows to both planes and advanced the length counter by as many: follow
+        them. Raises CapacityExceeded for more than there was room for, of which the others were not stored."""
+        self.check_captured(count)
+        self._planes.advanced(count)
+        self._places.append(count)
+
     def rebase(self, new_base: int) -> None:
         """Give up a ring's rows before position ``new_base``, which moves to row 0. Raises RecordError without a
         ring or for a position that is not stored, CannotRewind for one whose row is gone. After a DeviceFault it is

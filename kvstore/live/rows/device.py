@@ -105,6 +105,11 @@ class DeviceRows:
         self.device.operations.append(self.plane, rows, counters)
         self._count += rows.shape[0]
 
+    def advanced(self, count: int) -> None:
+        """Count ``count`` rows more, which launches of the caller's stored behind the others; room was reserved."""
+        self._changed()
+        self._count += count
+
     def encode(self, rows: F32) -> Encoded:
         return self._host.encode(rows, first=self._count)
 

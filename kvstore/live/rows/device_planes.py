@@ -147,6 +147,12 @@ class DevicePlanes(Planes):
 
         return apply
 
+    def advanced(self, count: int) -> None:
+        """Count ``count`` rows more, which launches of the caller's stored and told the length counter of."""
+        self._writes += 1
+        for plane in (self.keys, self.values):
+            plane.advanced(count)
+
     def truncate(self, rows: int) -> None:
         super().truncate(rows)
         self._tell_length()
