@@ -195,7 +195,10 @@ class Ledger:
 
     def _check_held(self, length: int) -> None:
         if not self.can_rewind_to(length):
-            raise CannotRewind(f"a length of {length}: what a read there touches is gone, {self.staged} rows are there")
+            first = max((ring.valid_from for rank in self.rings for ring in rank if ring is not None), default=0)
+            raise CannotRewind(
+                f"a length of {length}: what a read there touches is gone, rings hold rows from {first} to {self.staged}"
+            )
 
     def _check_same(self, plan: Plan, again: Plan) -> None:
         if plan != again:

@@ -23,7 +23,7 @@ from warmkv.kvstore.live.layers.resident_recurrent import ResidentRecurrentLayer
 from warmkv.kvstore.live.plan import LayerPlan, ModelPlan
 from warmkv.kvstore.live.residence import Residence
 from warmkv.kvstore.live.rings import Ring, ring_rows
-from warmkv.schema.errors import RecordError
+from warmkv.schema.errors import OutOfMemory, RecordError
 from warmkv.schema.identity import LayerKind
 
 ResidentLayers = Union[ResidentLayer, ResidentRecurrentLayer]
@@ -81,10 +81,16 @@ def working_bytes(plan: ModelPlan, devices: Sequence[Device], cuts: Sequence[int
 def make_parts(plan: ModelPlan, residence: Residence, kernels: Kernels) -> tuple[DevicePart, ...]:
     """The layers of ``plan`` on their devices. Raises as `bytes_by_device` before anything is allocated, and
     OutOfMemory with nothing left allocated on any device."""
-    bytes_by_device(plan, residence)
-    with ExitStack() as undo:
-        parts = tuple(_part(plan, residence, device, indices, kernels, undo) for device, indices in _by_device(plan, residence))
-        undo.pop_all()
+    estimate = bytes_by_device(plan, residence)
+    try:
+        with ExitStack() as undo:
+            parts = tuple(
+                _part(plan, residence, device, indices, kernels, undo) for device, indices in _by_device(plan, residence)
+            )
+            undo.pop_all()
+    except OutOfMemory as exc:
+        told = ", ".join(f"{count} bytes of {device.name}" for device, count in estimate)
+        raise OutOfMemory(f"{exc}; a cache of {residence.capacity} rows takes {told}", exc.requested_bytes) from exc
     return parts
 
 
