@@ -180,6 +180,13 @@ class ModelCache:
         self._lineage, self._decided = after, self.position
         return gone
 
+    def check_room(self, count: int) -> None:
+        """Raise CapacityExceeded where a layer has no room for ``count`` positions more, before a step is begun
+        that would be refused half-way. Memory of the host grows, and is not asked."""
+        for layer in self.own:
+            if isinstance(layer, AttentionLayer):
+                layer.check_room(count)
+
     def truncate_last(self, count: int) -> None:
         """Forget the newest ``count`` positions of every layer. Raises RecordError or CannotRewind where
         one layer cannot, and RecordError for layers at different positions, as a step that failed half-way leaves

@@ -27,6 +27,8 @@ class ParkedLogits:
         self.device = device
         self._row: DeviceArray | None = None
         self._position: int | None = None
+        #: The newest copy, parked or not.
+        self._copied: object = None
 
     @property
     def allocated_bytes(self) -> int:
@@ -40,7 +42,7 @@ class ParkedLogits:
 
     def prepare(self, row: DeviceArray) -> Callable[[int], None]:
         """Everything of `park` that may fail, the copy too: until what is returned is told a position, nothing is
-        parked."""
+        parked, and nothing is where another row was copied since."""
         shape = getattr(row, "shape", None)
         expected = shape if self._row is None else self._row.shape
         if shape is None or len(shape) != 1 or not shape[0] or shape != expected or row.dtype != _F32:
@@ -52,6 +54,7 @@ class ParkedLogits:
         if self._row is None:
             self._row = self._made(shape)
         self.forget()
+        mine = self._copied = object()
         if self.device is None:
             self._row[:] = row
         elif on_device:
@@ -60,7 +63,8 @@ class ParkedLogits:
             self.device.upload(np.ascontiguousarray(row), self._row)
 
         def at(position: int) -> None:
-            self._position = position
+            if self._copied is mine:
+                self._position = position
 
         return at
 

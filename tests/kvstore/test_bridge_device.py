@@ -31,6 +31,7 @@ from devices_at_hand import KINDS, at_hand
 import warmkv
 from warmkv.daemon.testing import DaemonProcess
 from warmkv.kvstore.bridge import attention_of, field_digests, has_gaps, layer_specs, on_prefix, records_of, restore_into
+from warmkv.kvstore.bridge.restoring import prepare
 from warmkv.kvstore.live.devices.host import HostDevice
 from warmkv.kvstore.live.layers.resident import ResidentLayer
 from warmkv.kvstore.live.model import ModelCache
@@ -38,7 +39,7 @@ from warmkv.kvstore.live.plan import ModelPlan
 from warmkv.kvstore.restored import Restored
 from warmkv.kvstore.store import Store, open_store
 from warmkv.kvstore.testing.live import contents, feed, fill, identity_of, prompt, save
-from warmkv.schema.errors import CapacityExceeded, UnsupportedError
+from warmkv.schema.errors import CapacityExceeded, RecordError, UnsupportedError
 from warmkv.schema.identity import PlaneRole
 from warmkv.schema.records import CLEAN
 
@@ -357,3 +358,33 @@ def short() -> Iterator[Path]:
     """A folder whose path is short enough for a socket."""
     with tempfile.TemporaryDirectory(prefix="warmkv-") as path:
         yield Path(path)
+
+
+@pytest.mark.parametrize("used", [0, 5, 60])
+@ringed
+def test_of_two_prepared_restores_the_first_never_brings_what_the_second_did(used: int, rings: bool, store: Store) -> None:
+    """Though the second's rows were uploaded over its own."""
+    twins = []
+    for length, seed in ((31, 1), (40, 2)):
+        twins.append(host(GEMMA))
+        fill(twins[-1], length, seed=seed)
+        logits = np.full(4, seed, np.float32)
+        store.save(identity_of(GEMMA), prompt(length, seed), records_of(twins[-1], length), logits=logits)
+    cache = on(GEMMA, rings=rings, capacity=100)
+    fill(cache, used)
+    with (
+        store.restore(identity_of(GEMMA), prompt(31, 1), logits=True) as first,
+        store.restore(identity_of(GEMMA), prompt(40, 2), logits=True) as second,
+    ):
+        ways = [prepare(cache, found) for found in (first, second)]
+        assert ways[0] is not None and ways[1] is not None
+        with pytest.raises(RecordError, match="other rows were brought"):
+            ways[0]()
+        assert cache.position == 0 and cache.parked_logits is None
+        assert restore_into(cache, second) == 40
+        assert contents(cache) == contents(twins[1]) and in_step(cache)
+        assert cache.parked_logits is not None and cache.parked_logits.tolist() == [2] * 4
+        other = host(GEMMA)
+        ways = [prepare(other, found) for found in (first, second)]
+        assert ways[0] is not None and ways[0]() == 31
+        assert contents(other) == contents(twins[0]) and other.parked_logits is None

@@ -121,6 +121,10 @@ class AttentionLayer:
         keys, values = self._makings.rows_of(k, v, self.rows, self.position)
         self._store(keys, values)
 
+    def check_room(self, count: int) -> None:
+        """Raise CapacityExceeded where ``count`` rows more do not fit memory of a fixed size, changing nothing; memory
+        of the host grows."""
+
     def attend(self, q: F32, *, upto: int | None = None, observe: bool = True) -> F32:
         """The answers (heads, value_size) to queries of one position over the first ``upto`` rows (None:
         all), of these the last ``window`` where the plan has one. ``observe``: what every row was attended

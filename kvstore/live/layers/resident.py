@@ -316,6 +316,7 @@ class ResidentLayer(AttentionLayer):
         """Take all that this layer has off the device's books; it is not to be used any more."""
         for plane in self._rows:
             plane.release()
+            plane.freed = True
         if self._sinks is not None:
             self.sinks = None
         while self._held:
@@ -360,6 +361,15 @@ class ResidentLayer(AttentionLayer):
             else:
                 given(self.workspace, rows, (None, self.plan.kv_heads, size), plane.name)
         checks.same_length(self._name, k, v)
+
+    def check_room(self, count: int) -> None:
+        check_count("rows", count)
+        self._planes.require_whole()
+        plan = None if self.ring is None else self._append_plan(self.ring, count)
+        if isinstance(plan, Rebase):
+            self._check_fixed(plan.new_base)
+        for plane in (self.keys, self.values):
+            plane.check_room(count if plan is None else 0)
 
     def _check_fields(self, fields: Fields) -> None:
         """Both are fixed at once."""

@@ -48,7 +48,10 @@ class DeviceRows:
         self._count = self.padding = 0
         #: Whether rows are what they are said to be; not where a device failed while they were moved.
         self.whole = True
+        self.freed = False
         self._downloaded: Packed | None = None
+        #: The newest load whose rows wait behind these.
+        self._waiting: object = None
         self._plane: ResidentPlane | None = None
         self._room_for_field: DeviceArray | None = None
         self._take_memory()
@@ -89,12 +92,16 @@ class DeviceRows:
     def mapped_bytes(self) -> int:
         return 0
 
-    def reserve(self, rows: int) -> None:
-        """Raises CapacityExceeded where ``rows`` more do not fit, and OutOfMemory where the memory was given
-        back and is not to be had again; nothing changed."""
+    def check_room(self, rows: int) -> None:
+        """Raises CapacityExceeded where ``rows`` more do not fit."""
         if self.padding + self._count + rows > self.capacity:
             held = self.padding + self._count
             raise CapacityExceeded(f"{self.name}: {held} rows and {rows} more, there is room for {self.capacity}")
+
+    def reserve(self, rows: int) -> None:
+        """Raises CapacityExceeded where ``rows`` more do not fit, and OutOfMemory where the memory was given
+        back and is not to be had again; nothing changed."""
+        self.check_room(rows)
         if self._plane is None:
             self._take_memory()
 
@@ -135,7 +142,8 @@ class DeviceRows:
         the frozen ``field`` (heads, size) where their format has one, behind ``padding``; then it cannot fail.
 
         They are uploaded now: behind the rows there are, or into memory of their own where that is no room.
-        Rows must not change between. Raises RecordError for parts of another layout, CapacityExceeded,
+        Rows must not change between, and of two loads that are prepared the first may be refused then: RecordError,
+        nothing changed. Raises RecordError for parts of another layout, CapacityExceeded,
         OutOfMemory, DeviceFault; nothing changed."""
         rows = self._check_parts(parts)
         if padding + rows > self.capacity:
@@ -148,6 +156,9 @@ class DeviceRows:
         apart = first + count > self.capacity * self.row_bytes
         target = self.device.alloc((count,), _U8) if apart else self.plane.data
         before = [np.zeros(padding * self.row_bytes, _U8)] if padding else []
+        mine = object()
+        if not apart:
+            self._waiting = mine
         try:
             self._put([*before, *parts], target, 0 if apart else first)
             waiting = None if field is None else self._uploaded(field)
@@ -157,6 +168,8 @@ class DeviceRows:
             raise
 
         def load() -> None:
+            if not apart and self._waiting is not mine:
+                raise RecordError(f"{self.name}: other rows were brought since those to be loaded")
             if apart or first:
                 self.device.copy_into(self.plane.data, 0, target, 0 if apart else first, count)
             self._become(host, waiting)
@@ -253,7 +266,9 @@ class DeviceRows:
         self._count = len(packed)
 
     def require_whole(self) -> None:
-        """Raises DeviceFault unless rows are `whole`."""
+        """Raises DeviceFault unless rows are `whole`, RecordError once they were freed."""
+        if self.freed:
+            raise RecordError(f"{self.name}: its memory was freed, the layer is not to be used any more")
         if not self.whole:
             raise DeviceFault(
                 f"{self.name}: {self.device.name} failed while rows were moved; clear or restore the layer, or move them again"
@@ -345,6 +360,8 @@ class DeviceRows:
         self._downloaded = None
 
     def _take_memory(self) -> None:
+        if self.freed:
+            raise RecordError(f"{self.name}: its memory was freed, the layer is not to be used any more")
         # Zeros, for kernels may read behind the last row, and what they read should at least be numbers.
         data = self.device.zeros((self.capacity * self.row_bytes + TAIL_PAD,), _U8)
         if self.format.quantised:

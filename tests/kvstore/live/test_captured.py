@@ -124,6 +124,32 @@ def test_what_was_not_prepared_for_is_refused_and_no_layer_follows(device: Devic
     assert seen(cache) == before
 
 
+def test_room_is_asked_for_before_a_step_is_begun(device: Device) -> None:
+    cache = cache_on(device, capacity=40)
+    fed(cache, rows(38, 4))
+    before = seen(cache)
+    cache.check_room(2)
+    with pytest.raises(CapacityExceeded, match="layer 0"):
+        cache.check_room(3)
+    ModelCache(PLAN).check_room(10**6)
+    assert seen(cache) == before
+
+
+def test_a_freed_layer_neither_answers_nor_takes_memory_again(device: Device) -> None:
+    cache = cache_on(device, capacity=40)
+    given = rows(2, 5)
+    fed(cache, given)
+    cache.free()
+    held = device.allocated_bytes
+    layer = cache.own[1]
+    assert isinstance(layer, ResidentLayer)
+    q = np.zeros((2, 32), np.float32)
+    for refused in (lambda: layer.append(*given[1]), lambda: layer.attend(q), lambda: layer.keys.packed()):
+        with pytest.raises(RecordError, match="freed"):
+            refused()
+    assert device.allocated_bytes == held
+
+
 def test_an_open_field_and_a_cache_of_the_host_are_refused(device: Device) -> None:
     fields = LayerPlan(LayerKind.FULL, key_format=RowFormat.Q8_2F, value_format=RowFormat.Q8_2F, **SIZES)
     cache = cache_on(device, ModelPlan((fields,)), 100)

@@ -53,8 +53,9 @@ def test_rings_are_off_unless_asked_for() -> None:
 @pytest.mark.parametrize(
     "about",
     [
-        {"devices": ()}, {"devices": [A]}, {"devices": ("cpu",)}, {"capacity": 0}, {"capacity": -1}, {"capacity": MAX_LENGTH + 1}, {"capacity": 4.0},
-        {"capacity": True}, {"cuts": (1,)}, {"devices": (A, B)}, {"devices": (A, B), "cuts": (0,)},
+        {"devices": ()}, {"devices": [A]}, {"devices": ("cpu",)}, {"capacity": 0}, {"capacity": -1},
+        {"capacity": MAX_LENGTH + 1}, {"capacity": 4.0}, {"capacity": True},
+        {"cuts": (1,)}, {"devices": (A, B)}, {"devices": (A, B), "cuts": (0,)},
         {"devices": (A, B), "cuts": (1, 2)}, {"devices": (A, B, C), "cuts": (2, 2)}, {"devices": (A, B, C), "cuts": (3, 2)},
         {"devices": (A, B), "cuts": (-1,)}, {"devices": (A, B), "cuts": [1]}, {"devices": (A, B), "cuts": (1.5,)}, {"rings": 1},
     ],
