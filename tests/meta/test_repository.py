@@ -52,6 +52,22 @@ def test_the_licence_is_apache_2_0(root: Path) -> None:
     assert project["license-files"] == ["LICENSE"]
 
 
+def test_helpers_of_tests_are_found_by_names_of_their_own(root: Path, repository_files: list[Path]) -> None:
+    """Their folders lie on one path: of two modules of one name a test would get whichever was imported first."""
+    helpers: dict[str, list[str]] = {}
+    for name in repository_files:
+        if name.parts[0] == "tests" and name.suffix == ".py" and "_ns" not in name.parts and not name.name.startswith("test_"):
+            # A package goes by its folder's name, what lies in it by that.
+            package = (root / name).parent / "__init__.py"
+            if name.name == "conftest.py" or (package.exists() and name.name != "__init__.py"):
+                continue
+            helpers.setdefault(name.parent.name if name.name == "__init__.py" else name.stem, []).append(str(name))
+        if name.parts[0] == "tests" and name.suffix == ".py":
+            imported = re.findall(r"^\s*(?:from|import) conftest\b", (root / name).read_text(), re.MULTILINE)
+            assert imported == [], f"{name} imports a conftest, of which there are many"
+    assert {stem: files for stem, files in helpers.items() if len(files) > 1} == {}
+
+
 def says_something(path: Path) -> bool:
     return bool((ast.get_docstring(ast.parse(path.read_text())) or "").strip())
 

@@ -1,55 +1,17 @@
-"""Machines that CUDA programs run on: the host harness, and a GPU where there is one."""
+"""The machine that a test of CUDA programs runs on."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-
-from warmkv.kernels.cuda.launch import Launcher
 
 HERE = str(Path(__file__).resolve().parent)
 if HERE not in sys.path:
     sys.path.append(HERE)
 
-from cuda_harness import HostLauncher, aligned  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Machine:
-    """``put`` makes a device array of a numpy array, ``get`` a numpy array of what is on the device."""
-
-    name: str
-    launcher: Launcher
-    put: Callable[[Any], Any]
-    get: Callable[[Any], Any]
-
-
-def host(order: str = "shuffled") -> Machine:
-    return Machine("host", HostLauncher(order), aligned, np.array)
-
-
-def gpu() -> Machine:
-    """Skips where there is no GPU."""
-    cupy = pytest.importorskip("cupy")
-    if not cupy.cuda.is_available():
-        pytest.skip("no GPU here")
-    from warmkv.kernels.cuda.cupy_launch import CupyLauncher
-
-    stream = cupy.cuda.Stream(non_blocking=True)
-
-    def put(array: Any) -> Any:
-        placed = cupy.ndarray(array.shape, array.dtype)
-        placed.set(np.ascontiguousarray(array), stream=stream)
-        stream.synchronize()
-        return placed
-
-    return Machine("cupy", CupyLauncher(stream), put, lambda array: array.get(stream=stream))
+from cuda_machines import Machine, gpu, host  # noqa: E402
 
 
 @pytest.fixture(params=["host", "cupy"])

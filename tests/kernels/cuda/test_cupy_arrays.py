@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from attending import Cache, counted, moved, queries, some, unwritten
-from conftest import Machine
 from cuda_harness import HostLauncher, aligned
+from cuda_machines import Machine
 
 from warmkv.kernels.cuda.launch import Program
 from warmkv.kernels.formats import RowFormat

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_harness import ORDERS, HostLauncher, barriers, survivors
-from turned import LEVELS, UNWRITTEN, Oracle, bits, counters_of, nothing, plane_of, rows_of, some, turn_of
+from turned_rows import LEVELS, UNWRITTEN, Oracle, bits, counters_of, nothing, plane_of, rows_of, some, turn_of
 
 from warmkv.kernels.errors import KernelError
 from warmkv.kernels.formats import Block, RowFormat

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_harness import HostLauncher
-from turned import F32, F64, LEVELS, bits, counters_of, dense, nothing, plane_of, rows_of, some, turn_of
+from turned_rows import F32, F64, LEVELS, bits, counters_of, dense, nothing, plane_of, rows_of, some, turn_of
 
 from warmkv.kernels.cuda.launch import Program
 from warmkv.kernels.cuda.numbers import FORMAT_NUMBERS
