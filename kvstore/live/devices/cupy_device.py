@@ -7,7 +7,6 @@ that come with a toolkit.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -19,6 +18,7 @@ import numpy.typing as npt
 from warmkv.kernels.errors import KernelError
 from warmkv.kernels.resident.operations import RowOperations
 from warmkv.kvstore.live.devices.base import DeviceArray, HostArray, check_block, check_plain, check_same_dtype, check_span
+from warmkv.kvstore.live.devices.books import Books
 from warmkv.kvstore.live.devices.moves import moves
 from warmkv.kvstore.live.devices.pinned import Pinned
 from warmkv.kvstore.live.devices.streams import Order, gpu_of, taken
@@ -51,8 +51,7 @@ class CupyDevice:
         cupy = self._cupy = _cupy(index)
         self.index = index
         self.name = f"cuda:{index}"
-        self.allocations = 0
-        self._held: dict[int, int] = {}
+        self._books = Books()
         with self._asked(ASIDE_BYTES, "a stream and its buffers"), cupy.cuda.Device(index):
             self.stream = cupy.cuda.Stream(non_blocking=True) if stream is None else taken(cupy, stream, index)
             self._pool = cupy.cuda.MemoryPool()
@@ -64,8 +63,12 @@ class CupyDevice:
             self.operations: RowOperations = operations or self._cuda()
 
     @property
+    def allocations(self) -> int:
+        return self._books.allocations
+
+    @property
     def allocated_bytes(self) -> int:
-        return sum(self._held.values())
+        return self._books.held_bytes
 
     def alloc(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
         wanted = prod(shape) * np.dtype(dtype).itemsize
@@ -73,9 +76,7 @@ class CupyDevice:
             raise OutOfMemory(f"{self.name}: {wanted} bytes for {shape}: more than any machine can address", wanted)
         with self._asked(wanted, f"{shape} of {np.dtype(dtype)}"), self._cupy.cuda.Device(self.index), self.stream:
             array = self._cupy.ndarray(shape, dtype, self._pool.malloc(wanted))
-        self.allocations += 1
-        self._held[id(array)] = wanted
-        weakref.finalize(array, self._held.pop, id(array), None)
+        self._books.enter(array, wanted)
         return array
 
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
@@ -86,7 +87,7 @@ class CupyDevice:
         return array
 
     def free(self, array: DeviceArray) -> None:
-        self._held.pop(id(array), None)
+        self._books.take_off(array)
 
     def upload(self, host: HostArray, out: DeviceArray, offset: int = 0) -> None:
         check_same_dtype("upload", host, out)

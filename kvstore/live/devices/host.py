@@ -7,7 +7,6 @@ refusals and allocations can be rehearsed where there is none.
 from __future__ import annotations
 
 import ctypes
-import weakref
 from math import prod
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from warmkv.kernels.resident.operations import RowOperations
 from warmkv.kvstore.live.devices.base import HostArray, check_block, check_plain, check_same_dtype, check_span
+from warmkv.kvstore.live.devices.books import Books
 from warmkv.kvstore.live.rows.allocation import allocate
 from warmkv.schema.errors import OutOfMemory
 
@@ -39,12 +39,15 @@ class HostDevice:
         self.name = name
         self.operations: RowOperations = operations
         self.limit_bytes = limit_bytes
-        self.allocations = 0
-        self._held: dict[int, int] = {}
+        self._books = Books()
+
+    @property
+    def allocations(self) -> int:
+        return self._books.allocations
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(self._held.values())
+        return self._books.held_bytes
 
     def alloc(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> HostArray:
         wanted = prod(shape) * np.dtype(dtype).itemsize
@@ -52,9 +55,7 @@ class HostDevice:
             held = f"{self.allocated_bytes} of {self.limit_bytes} bytes are taken"
             raise OutOfMemory(f"{self.name}: {wanted} bytes for {shape} of {np.dtype(dtype)}: {held}", wanted)
         array = allocate(shape, np.dtype(dtype))
-        self.allocations += 1
-        self._held[id(array)] = wanted
-        weakref.finalize(array, self._held.pop, id(array), None)
+        self._books.enter(array, wanted)
         return array
 
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> HostArray:
@@ -63,7 +64,7 @@ class HostDevice:
         return array
 
     def free(self, array: HostArray) -> None:
-        self._held.pop(id(array), None)
+        self._books.take_off(array)
 
     def upload(self, host: HostArray, out: HostArray, offset: int = 0) -> None:
         check_same_dtype("upload", host, out)
